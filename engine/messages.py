@@ -1,12 +1,15 @@
 """The wire between gateway and engine: every message, its units, its framing.  No torch, no I/O.
 
-Gateway -> engine: `Submit`, `Abort`, `TurnEnd`, `SessionEnd`.  Engine -> gateway: `Hello`, `Admitted`,
-`Refused`, `Step`, `Failed`, `Stats`.  A frame is a u32 little-endian length followed by msgpack.
+Gateway -> engine: `Submit`, `Abort`, `TurnEnd`, `SessionEnd`.  Engine -> gateway: `Hello`,
+`Admitted`, `Refused`, `Step`, `Failed`, `Stats`.  A frame is a u32 little-endian length followed
+by msgpack.
 """
 
 from __future__ import annotations
 
 import struct
+from queue import SimpleQueue
+from typing import Protocol
 
 import msgspec
 
@@ -31,7 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """What the output must satisfy: Lark text for llguidance (JSON Schema goes inside as `%json {...}`)."""
+    """What the output must satisfy: Lark for llguidance (JSON Schema inside as `%json {...}`)."""
 
     lark: str
     param: str = "tools"  # the request field to name when it does not compile
@@ -47,7 +50,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     n: int = 1
     stop_ids: list[int] = []  # a sampled one ends the choice and is its last token
     grammar: Grammar | None = None
-    namespace: bytes = b""  # the tenant's cache namespace: equal prompts share blocks only within it
+    namespace: bytes = b""  # the tenant's cache namespace: prompts share blocks only within it
     session: bytes | None = None  # 16 byte key out of `x-session-affinity`, already tenant-scoped
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # seconds from arrival
@@ -95,7 +98,7 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """The request will not run and nothing was kept; `code` and `param` as in the wire's error object."""
+    """The request will not run, nothing was kept; `code`, `param` as in the wire's error object."""
 
     id: str
     code: str
@@ -105,7 +108,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities of one emitted token's row, after the grammar mask, before temperature."""
+    """Natural-log probabilities of one token's row, after the grammar mask, before temperature."""
 
     logprob: float
     top: list[tuple[int, float]]  # the best first
@@ -142,7 +145,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """The engine's gauges and cumulative counters; also its heartbeat (every second, and while busy)."""
+    """The engine's gauges and cumulative counters; also its heartbeat (every second)."""
 
     step: int = 0
     running: int = 0
@@ -220,3 +223,19 @@ class Deframer:
             start += 4 + length
         del self._buffer[:start]
         return bodies
+
+
+class Stepping(Protocol):
+    """An engine as its drivers see it: a thread (gateway/local_link.py), a process (server.py)."""
+
+    hello: Hello
+    inbox: SimpleQueue[ToEngine]  # put from any thread
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until there is something to do, at most so long."""
+
+    def step(self) -> list[ToGateway]:
+        """Drain the inbox, run at most one step, return the replies; raising means it is broken."""
+
+    def close(self) -> None:
+        """Free what it holds."""

@@ -1,4 +1,4 @@
-"""How the gateway reaches an engine: the Link protocol and its mailbox.  Opens no sockets; see socket_link.py.
+"""How the gateway reaches an engine: the Link protocol, its mailbox.  Opens no sockets.
 
 One engine step makes one callback into the event loop, which fans out to mailboxes.  A slow reader
 makes its waiting outs merge: it gets bigger frames, not more memory.
@@ -30,7 +30,7 @@ class EngineLost(Exception):
 
 
 class EngineFailed(Exception):
-    """The engine ended this request by a fault of its own; `code` and `message` go to the client."""
+    """The engine ended this request by its own fault; `code` and `message` go to the client."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class Mailbox:
         self._wake.set()
 
     async def admission(self) -> Admitted:
-        """Wait until the engine took the request; raise SubmitRefused, EngineFailed or EngineLost."""
+        """Wait until the engine took it; raise SubmitRefused, EngineFailed or EngineLost."""
         while self.admitted is None:
             if self._error is not None:
                 raise self._error
@@ -87,7 +87,7 @@ class Mailbox:
         return self.admitted
 
     async def outs(self) -> list[Out]:
-        """Wait for and take all outs that are here (at least one); raise the error that ended the stream."""
+        """Wait for and take all outs that are here (at least one); raise what ended the stream."""
         while not self._outs:
             if self._error is not None:
                 raise self._error
@@ -96,6 +96,11 @@ class Mailbox:
         taken, self._outs = self._outs, []
         self.started = True
         return taken
+
+    def rewind(self) -> None:
+        """Drop outs that nobody has read: another engine starts this request again."""
+        assert not self.started, f"request {self.submit.id} was read from; it cannot start again"
+        self._outs.clear()
 
     @property
     def waiting_tokens(self) -> int:
@@ -171,6 +176,15 @@ class Mailboxes:
             if out.finish:
                 self._left[out.id] -= 1
             box.put(out)
+
+    def rewind(self, mailbox: Mailbox) -> None:
+        """Back to before the engine took the request: it died, nobody read from the mailbox."""
+        mailbox.rewind()
+        self._left[mailbox.submit.id] = mailbox.submit.n
+
+    def running(self) -> list[Mailbox]:
+        """The open mailboxes of which some choice has not finished."""
+        return [box for id, box in self._open.items() if self._left[id] > 0]
 
     def open_boxes(self) -> list[Mailbox]:
         """All mailboxes that are open now."""
