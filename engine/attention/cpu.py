@@ -1,0 +1,174 @@
+"""Paged attention in plain torch: the exact reference, and quick on a CPU.  Runs no custom kernel.
+
+Rows of a few tokens (decode, verification) are gathered into one padded batch and computed by two batched
+products a layer.  The query heads of a KV head stand side by side in a block-diagonal query, so that the
+gathered [tokens, kv_heads * head_dim] is used as it lies: no per-head copies, no per-token loop.  Rows of
+a prompt chunk run one by one, with the triangular mask only on the chunk's own columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.batch import Batch
+
+SHORT = 16  # tokens a row up to which rows are batched
+WASTE = 1.34  # longest to shortest context, in blocks, inside one group
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Short rows of similar context length."""
+
+    flat: Tensor | None  # [B * R] flat tokens, rows padded by repeating their first; None = all of them
+    back: Tensor | None  # [tokens] where each flat token's result lies in [B * R]; None = as it is
+    blocks: Tensor  # [B * blocks] page ids, padded by repeating the last
+    mask: Tensor  # [B, R, 1, context] 0 or -inf
+    rows: int  # B
+    width: int  # R
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One long row."""
+
+    begin: int  # in the flat axis
+    count: int
+    start: int  # position of its first token
+    blocks: Tensor  # page ids
+    mask: Tensor  # [count, count] 0 or -inf above the diagonal
+
+
+class CpuAttention:
+    """Attention of a batch, one instance a runner; `prepare` before the layers of each step."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, head_dim: int, size: int, dtype: torch.dtype
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim, self.size = heads, kv_heads, head_dim, size
+        self.dtype = dtype
+        self.scale = head_dim**-0.5
+        group = heads // kv_heads
+        # Head h reads the columns of its KV head only; the softmax scale rides along for free.
+        own = torch.arange(heads).div(group, rounding_mode="floor")
+        select = own[:, None] == torch.arange(kv_heads)[None, :]
+        self._select = (select.to(dtype) * self.scale).repeat_interleave(head_dim, dim=1)
+        self._groups: list[_Group] = []
+        self._chunks: list[_Chunk] = []
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    # ---- once a step -----------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> None:
+        """Group the short rows by context length; build every mask."""
+        self._slots = batch.slots
+        begins = [0]
+        for count in batch.counts:
+            begins.append(begins[-1] + count)
+        short = [i for i, count in enumerate(batch.counts) if count <= SHORT]
+        short.sort(key=lambda i: len(batch.tables[i]))
+        alone = len(short) == len(batch.counts)
+        groups: list[list[int]] = []
+        for i in short:
+            if groups and len(batch.tables[i]) <= WASTE * len(batch.tables[groups[-1][0]]) + 1:
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        self._groups = [
+            self._group(batch, rows, begins, whole=alone and len(groups) == 1) for rows in groups
+        ]
+        self._chunks = [
+            _Chunk(
+                begins[i],
+                count,
+                batch.starts[i],
+                torch.tensor(batch.tables[i]),
+                torch.full((count, count), -torch.inf, dtype=self.dtype).triu_(1),
+            )
+            for i, count in enumerate(batch.counts)
+            if count > SHORT
+        ]
+
+    def _group(self, batch: Batch, rows: list[int], begins: list[int], *, whole: bool) -> _Group:
+        if whole:  # a pure decode step keeps the flat order, and needs no index at all
+            rows = sorted(rows)
+        width = max(batch.counts[i] for i in rows)
+        blocks = max(len(batch.tables[i]) for i in rows)
+        table = [batch.tables[i] + batch.tables[i][-1:] * (blocks - len(batch.tables[i])) for i in rows]
+        flat: list[int] = []
+        back: list[int] = []
+        limits: list[list[int]] = []
+        for place, i in enumerate(rows):
+            count, pad = batch.counts[i], width - batch.counts[i]
+            flat += [*range(begins[i], begins[i] + count), *[begins[i]] * pad]
+            back += range(place * width, place * width + count)
+            limits.append([*range(batch.starts[i], batch.starts[i] + count), *[batch.starts[i]] * pad])
+        columns = torch.arange(blocks * self.size)
+        seen = columns <= torch.tensor(limits)[:, :, None, None]
+        mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)
+        plain = whole and all(batch.counts[i] == width for i in rows)
+        return _Group(
+            flat=None if plain else torch.tensor(flat),
+            back=None if plain else torch.tensor(back),
+            blocks=torch.tensor(table).view(-1),
+            mask=mask,
+            rows=len(rows),
+            width=width,
+        )
+
+    # ---- once a layer ----------------------------------------------------------------------------
+
+    def run(self, query: Tensor, keys_values: Tensor, pages: Tensor) -> Tensor:
+        """Write the new keys and values, then attend; see the protocol for shapes."""
+        pages.index_copy_(0, self._slots, keys_values)
+        out: Tensor | None = None
+        paged = pages.view(-1, self.size, 2 * self.kv_heads * self.head_dim)
+        for group in self._groups:
+            if group.flat is None:
+                return self._run_group(query, paged, group)
+            if out is None:
+                out = torch.empty_like(query).view(query.shape[0], -1)
+            part = self._run_group(query.index_select(0, group.flat), paged, group)
+            assert group.back is not None
+            real = group.flat.index_select(0, group.back)
+            out.index_copy_(0, real, part.index_select(0, group.back))
+        if out is None:
+            out = torch.empty_like(query).view(query.shape[0], -1)
+        for chunk in self._chunks:
+            rows = slice(chunk.begin, chunk.begin + chunk.count)
+            out[rows] = self._run_chunk(query[rows], paged, chunk)
+        return out
+
+    def _run_group(self, query: Tensor, paged: Tensor, group: _Group) -> Tensor:
+        rows, width, heads = group.rows, group.width, self.heads
+        inner = self.kv_heads * self.head_dim
+        context = group.mask.shape[-1]
+        gathered = paged.index_select(0, group.blocks).view(rows, context, 2 * inner)
+        keys, values = gathered[..., :inner], gathered[..., inner:]
+        spread = query.repeat(1, 1, self.kv_heads).mul_(self._select)
+        scores = torch.bmm(spread.view(rows, width * heads, inner), keys.transpose(1, 2))
+        scores = scores.view(rows, width, heads, context).add_(group.mask)
+        weights = torch.softmax(scores, dim=-1).view(rows, width * heads, context)
+        mixed = torch.bmm(weights, values)
+        # Of each head's [kv_heads, head_dim] only the part of its own KV head means anything.
+        parts = mixed.view(rows * width, self.kv_heads, -1, self.kv_heads, self.head_dim)
+        return parts.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(rows * width, -1)
+
+    def _run_chunk(self, query: Tensor, paged: Tensor, chunk: _Chunk) -> Tensor:
+        count, kv_heads, dim = chunk.count, self.kv_heads, self.head_dim
+        context = chunk.start + count
+        shape = (-1, 2 * kv_heads, dim)
+        gathered = paged.index_select(0, chunk.blocks).view(shape)[:context]
+        keys = gathered[:, :kv_heads].permute(1, 2, 0)  # [kv_heads, dim, context]
+        values = gathered[:, kv_heads:].transpose(0, 1)  # [kv_heads, context, dim]
+        packed = query.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3) * self.scale
+        scores = torch.bmm(packed.reshape(kv_heads, -1, dim), keys)
+        square = scores.view(kv_heads, -1, count, context)[..., chunk.start :]
+        square.add_(chunk.mask)
+        mixed = torch.bmm(torch.softmax(scores, dim=-1), values)
+        return mixed.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, -1)

@@ -1,0 +1,48 @@
+"""Model families: the protocol and the registry.  Imports none of them until asked.
+
+To add a family: one file with a class like `Llama`, one line here; the conformance suite runs on it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.attention import Attention
+    from engine.batch import Batch
+
+MODELS = {"LlamaForCausalLM": "engine.models.llama:Llama"}
+
+
+class Model(Protocol):
+    """A decoder over a flat token axis."""
+
+    def forward(self, batch: Batch, pages: Tensor, attention: Attention) -> Hidden:
+        """Run all layers; writes KV into `pages` [layers, slots, 2 * kv_heads, head_dim]."""
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[R, hidden] final states to [R, vocab] logits."""
+
+
+class Hidden:
+    """Final states [N, hidden], and the tapped layers' outputs concatenated [N, taps * hidden]."""
+
+    __slots__ = ("last", "taps")
+
+    def __init__(self, last: Tensor, taps: Tensor | None = None) -> None:
+        self.last = last
+        self.taps = taps
+
+
+def family(architecture: str) -> type:
+    """The class of a model family; raise KeyError naming the known ones."""
+    if architecture not in MODELS:
+        raise KeyError(
+            f"Architecture {architecture!r} is not served; known: {', '.join(sorted(MODELS))}."
+        )
+    module, name = MODELS[architecture].split(":")
+    found: type = getattr(importlib.import_module(module), name)
+    return found

@@ -1,0 +1,148 @@
+"""The Llama family: Llama 2, 3, 3.1 and SmolLM2, as few and large operations as torch allows.  Samples nothing.
+
+Projections that read the same input are one matrix (q, k and v; gate and up): on a CPU a step at batch
+one is bound by reading weights, and by the number of operations beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers import rotary_tables, rotate
+from engine.models import Hidden
+
+if TYPE_CHECKING:
+    from engine.attention import Attention
+    from engine.batch import Batch
+    from engine.checkpoint import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of one decoder layer; biases are None when the checkpoint has none."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Llama:
+    """Weights and forward pass; `taps` name the layers whose outputs a device draft reads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        max_len: int,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.config = config
+        self.taps = taps
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.norm = weights["model.norm.weight"]
+        self.head = self.embedding if config.tied else weights["lm_head.weight"]
+        self.layers = [_layer(weights, i) for i in range(config.layers)]
+        dtype, device = self.embedding.dtype, self.embedding.device
+        cos, sin = rotary_tables(config, max_len, dtype)
+        self.cos, self.sin = cos.to(device), sin.to(device)
+
+    @staticmethod
+    def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor the family needs, in the checkpoint's own names."""
+        hidden, inner = config.hidden, config.intermediate
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (config.vocab, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if not config.tied:
+            shapes["lm_head.weight"] = (config.vocab, hidden)
+        for i in range(config.layers):
+            at = f"model.layers.{i}."
+            shapes[at + "input_layernorm.weight"] = (hidden,)
+            shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+            products = {
+                "self_attn.q_proj": (q, hidden),
+                "self_attn.k_proj": (kv, hidden),
+                "self_attn.v_proj": (kv, hidden),
+                "self_attn.o_proj": (hidden, q),
+                "mlp.gate_proj": (inner, hidden),
+                "mlp.up_proj": (inner, hidden),
+                "mlp.down_proj": (hidden, inner),
+            }
+            for name, shape in products.items():
+                shapes[f"{at}{name}.weight"] = shape
+                biased = config.mlp_bias if name.startswith("mlp") else config.attention_bias
+                if biased:
+                    shapes[f"{at}{name}.bias"] = shape[:1]
+        return shapes
+
+    def forward(self, batch: Batch, pages: Tensor, attention: Attention) -> Hidden:
+        """Run all layers over the flat tokens; writes their KV.  See the Model protocol."""
+        config = self.config
+        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+        rotated = (heads + kv_heads) * dim
+        x = F.embedding(batch.tokens, self.embedding)
+        cos = self.cos.index_select(0, batch.positions)
+        sin = self.sin.index_select(0, batch.positions)
+        tapped: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            normed = F.rms_norm(x, x.shape[-1:], layer.attention_norm, config.rms_eps)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            turned = rotate(qkv[:, :rotated].view(-1, heads + kv_heads, dim), cos, sin)
+            fresh = torch.cat((turned[:, heads:], qkv[:, rotated:].view(-1, kv_heads, dim)), dim=1)
+            mixed = attention.run(turned[:, :heads], fresh, pages[i])
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            normed = F.rms_norm(x, x.shape[-1:], layer.mlp_norm, config.rms_eps)
+            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            if i in self.taps:
+                tapped.append(x)
+        last = F.rms_norm(x, x.shape[-1:], self.norm, config.rms_eps)
+        return Hidden(last, torch.cat(tapped, dim=-1) if tapped else None)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[R, hidden] to [R, vocab]."""
+        return F.linear(rows, self.head)
+
+
+def _layer(weights: dict[str, Tensor], i: int) -> _Layer:
+    """Take a layer's tensors out of `weights` and join those that share an input."""
+    at = f"model.layers.{i}."
+
+    def joined(kind: str, *names: str) -> Tensor | None:
+        parts = [weights.pop(f"{at}{name}.{kind}", None) for name in names]
+        if any(part is None for part in parts):
+            return None
+        return torch.cat([part for part in parts if part is not None])
+
+    def needed(*names: str) -> Tensor:
+        tensor = joined("weight", *names)
+        assert tensor is not None, f"layer {i} lacks one of {names}; the loader checks this"
+        return tensor
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    return _Layer(
+        attention_norm=needed("input_layernorm"),
+        qkv=needed(*qkv),
+        qkv_bias=joined("bias", *qkv),
+        out=needed("self_attn.o_proj"),
+        out_bias=joined("bias", "self_attn.o_proj"),
+        mlp_norm=needed("post_attention_layernorm"),
+        gate_up=needed("mlp.gate_proj", "mlp.up_proj"),
+        gate_up_bias=joined("bias", "mlp.gate_proj", "mlp.up_proj"),
+        down=needed("mlp.down_proj"),
+        down_bias=joined("bias", "mlp.down_proj"),
+    )

@@ -1,0 +1,90 @@
+"""The two ways to guess tokens ahead: HostDrafts and DeviceDraft.  Defines protocols; guesses nothing.
+
+A guess may be wrong, late or absent: by the acceptance rule (engine/accept.py) it can cost time but
+never change an answer.  Chains only: token i+1 is proposed after token i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A chain of guessed token ids; every id is below the vocabulary's size."""
+
+    tokens: list[int]
+    source: str = ""  # which proposer
+    survival: tuple[float, ...] = ()  # chance that position i is reached and right; empty = unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """All that a host proposer may look at for one sequence; `tokens` must not be changed."""
+
+    key: tuple[str, int]  # request id, choice index
+    tokens: Sequence[int]  # prompt and output so far
+    prompt_len: int
+    limit: int  # at most this many draft tokens
+    session: bytes | None
+    namespace: bytes  # tenants never share what they saw
+    forced: Callable[[], list[int]]  # tokens that the grammar fixes from here on; may be empty
+
+
+class HostDrafts(Protocol):
+    """Guesses made on the host before the forward pass (suffix, forced, prediction)."""
+
+    source: str
+
+    def propose(self, turn: Turn) -> Draft:
+        """Guess what follows `turn.tokens`; return an empty draft rather than raise."""
+
+    def forget(self, key: tuple[str, int]) -> None:
+        """The sequence ended or was dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a device draft extends on: rows that the target has just computed, with their true features.
+
+    Row i of a sequence consumes token x[i+1] with the target's feature of position i, and its KV lies in
+    the slot of the token it consumes, so that ordinary block hashes cover it (design: section 7).
+    """
+
+    batch: Batch  # tokens = the consumed tokens, positions = i, slots = slot of i+1
+    hidden: Tensor  # [rows, taps * hidden]
+    last: Tensor  # [sequences] int64: the row that each sequence drafts from
+    seeds: Tensor  # [sequences] int64 request seeds, for drafting with the target's own noise
+    choices: Tensor  # [sequences] int64
+    temperatures: Tensor  # [sequences]; 0 = greedy
+    limits: Tensor  # [sequences] int64 drafts wanted; 0 = only extend
+
+
+class DeviceDraft(Protocol):
+    """Guesses made where the model runs, with a KV of its own (EAGLE-3).
+
+    Both calls work on buffers that the engine owns and read nothing back to the host, so that the engine
+    can capture them into its settle graph.
+    """
+
+    source: str
+    taps: tuple[int, ...]  # the target layers whose outputs `Features.hidden` concatenates
+
+    def reserve(self, blocks: int, size: int, dtype: object, device: object) -> None:
+        """Allocate KV for `blocks` blocks of `size` slots; called once, before the first extend."""
+
+    def extend(self, features: Features) -> None:
+        """Consume true features: write draft KV, keep each sequence's newest state."""
+
+    def step(self, features: Features, depth: int) -> Tensor:
+        """[sequences] int64: draft number `depth` (from 0) of every sequence, after extend or the last step."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block's draft KV (a fork)."""

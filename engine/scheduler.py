@@ -1,0 +1,276 @@
+"""Who computes how many tokens this step, and what a step's result means.  Touches no tensors.
+
+One rule: every sequence wants `len(tokens) + len(draft) - computed` tokens; each step lets computed catch
+up with wanted within a budget.  Sequences that decode go first, so that prompts never stall them; among
+prompts the shorter one goes first unless the longer one has waited for it (rank).  When blocks run out the
+youngest sequence is preempted: it keeps its tokens, loses its blocks, and comes back through the cache.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cache.blocks import OutOfBlocks
+
+if TYPE_CHECKING:
+    from cache.blocks import Block, BlockPool
+    from cache.sessions import SessionTable
+    from engine.accept import Accepted
+    from engine.config import EngineConfig
+    from engine.sequence import Sequence
+
+PATIENCE = 2000.0  # prompt tokens that one second of waiting is worth when prompts are ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step."""
+
+    seq: Sequence
+    start: int  # position of the first token computed
+    count: int
+    drafts: int  # how many of them are guesses, at the end; > 0 only when the row is `last`
+    last: bool  # the row reaches the newest token: it gives at least one new token
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step computes."""
+
+    rows: list[Row]
+    fresh: list[int]  # ids of blocks that were handed out for it: their pages hold nothing of value
+    copies: list[tuple[int, int]]  # (from, to) block ids to copy first: forks
+
+    @property
+    def tokens(self) -> int:
+        """Flat tokens of the step."""
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """The queue, the running set, and the two verbs plan and commit."""
+
+    pool: BlockPool
+    sessions: SessionTable
+    config: EngineConfig
+    waiting: list[Sequence] = field(default_factory=list)  # sorted by order
+    running: list[Sequence] = field(default_factory=list)  # sorted by order
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens
+    prefix_hits: int = 0
+    _fresh: list[int] = field(default_factory=list)
+    _copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        bisect.insort(self.waiting, seq, key=_order)
+
+    def find(self, request: str, index: int = -1) -> list[Sequence]:
+        """Living sequences of a request (one choice of it when `index` >= 0), forks to come included."""
+        found = []
+        for seq in (*self.running, *self.waiting):
+            if seq.submit.id == request:
+                found += [s for s in (seq, *seq.siblings) if index in (-1, s.index)]
+        return found
+
+    def lookup(self, root: bytes, tokens: list[int]) -> int:
+        """Tokens of a prompt whose KV exists now."""
+        if not self.config.cache:
+            return 0
+        return len(self.pool.match(root, tokens, len(tokens) - 1)) * self.pool.size
+
+    # ---- plan ------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Choose this step's rows; take their blocks; preempt the youngest when there are none."""
+        rows: list[Row] = []
+        budget = self.config.max_batch_tokens
+        for seq in [s for s in self.running if s.decoding]:
+            if seq in self.running and budget > 0 and (row := self._row(seq, budget, rows)):
+                rows.append(row)
+                budget -= row.count
+        prompts = min(budget, self.config.mixed_tokens) if rows else budget
+        for seq in [s for s in self.running if not s.decoding]:
+            if seq in self.running and prompts > 0 and (row := self._row(seq, prompts, rows)):
+                rows.append(row)
+                prompts -= row.count
+        while prompts > 0 and (seq := self._admit()):
+            if row := self._row(seq, prompts, rows):
+                rows.append(row)
+                prompts -= row.count
+        fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
+        return Plan(rows, fresh, copies)
+
+    def _row(self, seq: Sequence, budget: int, rows: list[Row]) -> Row | None:
+        """This sequence's share, with blocks behind it; None when it has to wait."""
+        count = min(seq.want, budget)
+        planned = {row.seq.key for row in rows}
+        while (need := self._blocks_for(seq.computed + count) - len(seq.blocks)) > 0:
+            try:
+                taken = self.pool.take(need)
+            except OutOfBlocks:
+                if seq.draft:
+                    seq.drop_draft()
+                    count = min(seq.want, budget)
+                    continue
+                if not self._make_room(seq, planned):
+                    return None
+                continue
+            seq.blocks += taken
+            self._fresh += [block.id for block in taken]
+        if count < seq.want:  # a verification is never cut in two: leave the draft for a later step
+            count = min(count, len(seq.tokens) - seq.computed)
+        last = seq.computed + count >= len(seq.tokens)
+        drafts = seq.computed + count - len(seq.tokens) if last else 0
+        return Row(seq, seq.computed, count, drafts, last)
+
+    def _make_room(self, seq: Sequence, planned: set[tuple[str, int]]) -> bool:
+        """Preempt the youngest sequence that has no row yet; False when that was `seq` itself."""
+        for victim in reversed(self.running):
+            if victim.key not in planned:
+                self.preempt(victim)
+                return victim is not seq
+        return False
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the blocks away; the sequence waits, keeps its tokens, and is computed again later."""
+        self.running.remove(seq)
+        self._release(seq)
+        seq.drop_draft()
+        seq.computed = 0
+        seq.keys = []
+        seq.preempted += 1
+        self.preemptions += 1
+        self.add(seq)
+
+    def _admit(self) -> Sequence | None:
+        """Move the first waiting sequence to the running ones if its tokens find room."""
+        if not self.waiting or len(self.running) >= self.config.max_sequences:
+            return None
+        seq = self.waiting[0]
+        hits = self._match(seq)
+        idle_hits = sum(block.users == 0 for block in hits)  # sharing them takes them off `available`
+        need = self._blocks_for(len(seq.tokens)) - len(hits) + idle_hits
+        spare = len(self.running)  # each running sequence may need a block soon
+        if self.running and self.pool.available < need + spare:
+            return None
+        self.waiting.pop(0)
+        self.pool.share(hits)
+        seq.blocks = list(hits)
+        seq.keys = [block.key for block in hits if block.key is not None]
+        seq.computed = len(hits) * self.pool.size
+        self.prefix_queries += len(seq.tokens)
+        self.prefix_hits += seq.computed
+        if seq.cached is None:
+            seq.cached = seq.computed
+        bisect.insort(self.running, seq, key=_order)
+        return seq
+
+    def _match(self, seq: Sequence) -> list[Block]:
+        if not self.config.cache:
+            return []
+        return self.pool.match(seq.root, seq.tokens, len(seq.tokens) - 1)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.size)
+
+    # ---- commit ----------------------------------------------------------------------------------
+
+    def commit(self, row: Row, accepted: Accepted | None) -> None:
+        """Book a row's result: `accepted` for a last row, None for a chunk in the middle of a prompt."""
+        seq = row.seq
+        if accepted is None:
+            seq.computed = row.start + row.count
+            self._publish(seq)
+            return
+        before = len(seq.tokens)
+        seq.tokens += accepted.tokens
+        # The newest token's KV does not exist yet: the step that reads it writes it.
+        seq.computed = min(before + accepted.matched, len(seq.tokens) - 1)
+        seq.drafted += row.drafts
+        seq.accepted += accepted.matched
+        seq.drop_draft()
+        self._publish(seq)
+        self._fork(seq)
+        if accepted.finish:
+            seq.finish = accepted.finish
+            self.drop(seq)
+
+    def _publish(self, seq: Sequence) -> None:
+        """Give every block that is full of committed tokens its key, so that others can share it."""
+        if not self.config.cache:
+            return
+        size = self.pool.size
+        while (len(seq.keys) + 1) * size <= seq.computed:
+            i = len(seq.keys)
+            parent = seq.keys[-1] if seq.keys else seq.root
+            block = seq.blocks[i]
+            seq.keys.append(self.pool.publish(block, parent, seq.tokens[i * size : (i + 1) * size]))
+            if block.key is not None:
+                seq.written += max(0, min(seq.prompt_len, (i + 1) * size) - i * size)
+
+    def _fork(self, seq: Sequence) -> None:
+        """Start the other choices on the prompt's KV: share its full blocks, copy the one they write."""
+        siblings, seq.siblings = seq.siblings, []
+        shared = (seq.prompt_len - 1) // self.pool.size  # they compute the last prompt token themselves
+        for fork in siblings:
+            fork.cached = seq.cached
+            room = len(self.running) < self.config.max_sequences
+            try:
+                own = self.pool.take(1) if room else []
+            except OutOfBlocks:
+                own = []
+            if not own:  # it comes through the queue, and through the cache
+                self.add(fork)
+                continue
+            self.pool.share(seq.blocks[:shared])
+            fork.blocks = [*seq.blocks[:shared], *own]
+            fork.keys = seq.keys[:shared]
+            fork.computed = fork.prompt_len - 1
+            self._copies.append((seq.blocks[shared].id, own[0].id))
+            bisect.insort(self.running, fork, key=_order)
+
+    def drop(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it is; its full blocks stay cached."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+        else:
+            self._drop_sibling(seq)
+            return
+        for fork in seq.siblings:  # the leader goes: the next choice becomes the leader
+            fork.siblings = seq.siblings[1:]
+            self.add(fork)
+            break
+        seq.siblings = []
+        if seq.submit.session is not None and seq.keys:
+            self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys)])
+        self._release(seq)
+
+    def _drop_sibling(self, seq: Sequence) -> None:
+        for leader in (*self.running, *self.waiting):
+            if seq in leader.siblings:
+                leader.siblings.remove(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+
+    def check(self) -> None:
+        """Assert that pool, queue and running set agree."""
+        self.pool.check()
+        held = sum(len(seq.blocks) for seq in self.running)
+        assert held >= self.pool.used, f"{self.pool.used} blocks in use, sequences hold {held}"
+        for seq in self.waiting:
+            assert not seq.blocks, f"waiting sequence {seq.key} holds {len(seq.blocks)} blocks"
+        for seq in self.running:
+            assert self._blocks_for(seq.computed) <= len(seq.blocks), f"{seq.key} lacks blocks"
+            assert seq.computed < len(seq.tokens), f"{seq.key} computed more than it has"
+
+
+def _order(seq: Sequence) -> tuple[int, float, int]:
+    return seq.order
