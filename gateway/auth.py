@@ -1,6 +1,6 @@
-"""Who is calling: API keys to tenants.  Grants nothing by path; app.py holds the list of open routes.
+"""Who is calling: API keys to tenants.  Knows no routes; app.py lists the open ones.
 
-A tenant is HMAC(server secret, key): it names cache entries and sessions without revealing the key.
+A tenant is HMAC(server secret, key): it names cache entries and sessions, and reveals no key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keys:
 
     @classmethod
     def from_file(cls, path: str | Path, secret: bytes) -> Keys:
-        """Keys of a file, one a line, `#` begins a comment; raise ConfigError when it holds none."""
+        """Keys of a file, one a line, `#` begins a comment; raise ConfigError if it has none."""
         return cls(secret, Path(path))
 
     @classmethod
@@ -103,7 +103,7 @@ class Keys:
 
 
 def _offered(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The key in `Authorization: Bearer` or else `x-api-key`; raise InvalidApiKey when there is none."""
+    """The key in `Authorization: Bearer` or else `x-api-key`; raise InvalidApiKey if none."""
     bearer = [value for name, value in headers if name == b"authorization"]
     plain = [value for name, value in headers if name == b"x-api-key"]
     if len(bearer) > 1 or len(plain) > 1:
@@ -118,7 +118,7 @@ def _offered(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def load_secret(path: str | None) -> bytes:
-    """The server's secret: 32 random bytes, kept in `path` (made with mode 0600) when one is given."""
+    """The server's secret: 32 random bytes, kept in `path` (made with mode 0600) if given."""
     if path is None:
         return secrets.token_bytes(_SECRET_BYTES)
     file = Path(path)
@@ -128,7 +128,7 @@ def load_secret(path: str | None) -> bytes:
         secret = file.read_bytes()
         if len(secret) < _SECRET_BYTES:
             raise ConfigError(
-                f"The secret file {path} has {len(secret)} bytes; it needs at least {_SECRET_BYTES}. "
+                f"The secret file {path} has {len(secret)} bytes; it needs {_SECRET_BYTES}. "
                 f"Remove it and a new one is made."
             ) from None
         return secret

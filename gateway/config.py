@@ -1,4 +1,4 @@
-"""The gateway's settings and their ranges.  Reads no files, flags or environment; see slipstream.py."""
+"""The gateway's settings and their ranges.  Reads no file, flag or environment."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """How the HTTP side behaves.  Times in seconds, sizes in bytes; call `check()` once after building."""
+    """How the HTTP side behaves.  Times in seconds, sizes in bytes; `check()` after building."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 = any free one
     served_model_name: str | None = None  # None = the model's own name
     api_key_file: str | None = None  # None = no keys: everyone is one tenant
-    secret_file: str | None = None  # None = a new secret each start: tenants' cache names change with it
+    secret_file: str | None = None  # None = a new one each start, and new cache names
     cache_scope: Literal["tenant", "session"] = "tenant"
     metrics_open: bool = True  # False: /metrics needs a key too
     access_log: bool = True
@@ -47,11 +47,11 @@ class GatewayConfig:
     heartbeat_limit_s: float = 60.0  # an engine silent for longer is stuck
 
     def check(self) -> GatewayConfig:
-        """Return self when every setting is in range; else raise ConfigError naming the first that is not."""
+        """Return self when every setting is in range; else raise ConfigError with the first."""
         if self.cache_scope not in ("tenant", "session"):
             raise ConfigError(f"cache_scope is {self.cache_scope!r}; use 'tenant' or 'session'.")
         if self.served_model_name == "":
-            raise ConfigError("served_model_name is empty; leave it out to use the model's own name.")
+            raise ConfigError("served_model_name is empty; leave it out for the model's own.")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:

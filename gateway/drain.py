@@ -40,7 +40,7 @@ class Drain:
         self.draining = True
 
     async def finish(self, delay_s: float, timeout_s: float) -> None:
-        """Wait for the running work, at least `delay_s`, at most `timeout_s`; then expire what is left."""
+        """Wait for running work, at least `delay_s`, at most `timeout_s`; then expire the rest."""
         self.begin()
         start = self._clock()
         while (elapsed := self._clock() - start) < timeout_s:
@@ -49,10 +49,12 @@ class Drain:
             await asyncio.sleep(_POLL_S)
         self.expired.set()
         start = self._clock()
-        while self.active and self._clock() - start < FAREWELL_S:
+        while self._clock() - start < FAREWELL_S:
+            if not self.active:
+                break
             await asyncio.sleep(_POLL_S)
 
 
 def own_the_shutdown() -> None:
-    """Stop sse-starlette from cancelling streams on SIGTERM: it would cut them without a `[DONE]`."""
-    AppStatus.disable_automatic_graceful_drain()
+    """Stop sse-starlette from cancelling streams on SIGTERM, which cuts them without `[DONE]`."""
+    AppStatus.enable_automatic_graceful_drain = False

@@ -1,25 +1,25 @@
 """Every error a caller can see, and its wire form.  Decides nothing and logs nothing.
 
-    ApiError                                       type                   code                   retry
-    +- BadRequest                400               invalid_request_error  (the raiser's)         never
-    |  `- ContextLengthExceeded  400               invalid_request_error  context_length_exceeded never
-    +- InvalidApiKey             401               invalid_request_error  invalid_api_key        never
-    +- ModelNotFound             404               invalid_request_error  model_not_found        never
-    +- UnknownUrl                404               invalid_request_error  unknown_url            never
-    +- MethodNotAllowed          405 + allow       invalid_request_error  method_not_allowed     never
-    +- RequestTimeout            408               timeout_error          request_timeout        client
-    +- PayloadTooLarge           413               invalid_request_error  payload_too_large      never
-    +- UnsupportedMediaType      415               invalid_request_error  unsupported_media_type never
-    +- QueueFull                 429 + retry-after overloaded_error       queue_full             client
-    +- HeadersTooLarge           431               invalid_request_error  headers_too_large      never
-    +- Internal                  500               server_error           internal               client
-    +- Unavailable               503 + retry-after server_error           engine_unavailable     client
-    |  +- Loading                503               server_error           loading                client
-    |  +- Draining               503               server_error           server_draining        client
-    |  `- EngineRestarted        503               server_error           engine_restarted       client
-    `- DeadlineExceeded          504               timeout_error          deadline_exceeded      never
+    ApiError                      type                   code                     retry
+    +- BadRequest             400 invalid_request_error  (the raiser's)           never
+    |  `- ContextLengthExceeded   invalid_request_error  context_length_exceeded  never
+    +- InvalidApiKey          401 invalid_request_error  invalid_api_key          never
+    +- ModelNotFound          404 invalid_request_error  model_not_found          never
+    +- UnknownUrl             404 invalid_request_error  unknown_url              never
+    +- MethodNotAllowed       405 invalid_request_error  method_not_allowed       never
+    +- RequestTimeout         408 timeout_error          request_timeout          client
+    +- PayloadTooLarge        413 invalid_request_error  payload_too_large        never
+    +- UnsupportedMediaType   415 invalid_request_error  unsupported_media_type   never
+    +- QueueFull              429 overloaded_error       queue_full               client
+    +- HeadersTooLarge        431 invalid_request_error  headers_too_large        never
+    +- Internal               500 server_error           internal                 client
+    +- Unavailable            503 server_error           engine_unavailable       client
+    |  +- Loading             503 server_error           loading                  client
+    |  +- Draining            503 server_error           server_draining          client
+    |  `- EngineRestarted     503 server_error           engine_restarted         client
+    `- DeadlineExceeded       504 timeout_error          deadline_exceeded        never
 
-"never" sends `x-should-retry: false`, which OpenAI's SDKs obey above all; "client" leaves it to them.
+"never" sends `x-should-retry: false`, which OpenAI's SDKs obey above all; "client": they decide.
 A message says what is wrong, the limit, and the next step: never a prompt, never exception text.
 """
 
@@ -36,7 +36,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class ApiError(Exception):
-    """An error with a status: answered as JSON before the 200, sent as one `data:` frame after it."""
+    """An error with a status: answered as JSON before the 200, one `data:` frame after it."""
 
     status = 500
     type = "server_error"
@@ -209,7 +209,7 @@ class Internal(ApiError):
     def __init__(self, code: str = "internal", message: str | None = None) -> None:
         super().__init__(
             message
-            or "The server failed on this request. Try again; if it stays, report the x-request-id.",
+            or "The server failed on this request. Try again, or report its x-request-id.",
             code=code,
         )
 
@@ -237,7 +237,7 @@ class Draining(Unavailable):
     """The server is shutting down; also the typed end of streams that outlive the drain."""
 
     code = "server_draining"
-    text = "The server is shutting down. Send the request again to another replica, or a little later."
+    text = "The server is shutting down. Send the request again a little later."
     wait_s = 5.0
 
     def __init__(self, message: str | None = None) -> None:

@@ -1,0 +1,84 @@
+"""The one object that every endpoint takes from the app.  Holds no request's state."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gateway.auth import Keys, load_secret
+from gateway.config import GatewayConfig
+from gateway.drain import Drain
+from gateway.errors import ApiError, Draining, Loading, Unavailable
+from gateway.limits import Admission, Ticket
+from gateway.link import Link
+from gateway.metrics import Metrics
+
+if TYPE_CHECKING:
+    from gateway.prompt import Prompts
+
+
+@dataclass
+class Gateway:
+    """Everything that the endpoints share.  Build it with `Gateway.open`."""
+
+    config: GatewayConfig
+    link: Link
+    prompts: Prompts
+    model: str  # the name that callers use
+    keys: Keys
+    metrics: Metrics
+    drain: Drain
+    admission: Admission
+    created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models
+    seen_engine: bool = False  # an engine was ready at least once
+
+    @classmethod
+    def open(cls, config: GatewayConfig, link: Link, prompts: Prompts, model: str) -> Gateway:
+        """The parts of a gateway, made from its settings; raise ConfigError."""
+        config.check()
+        secret = load_secret(config.secret_file)
+        name = config.served_model_name or model
+        metrics = Metrics(name)
+        metrics.link = link
+        return cls(
+            config=config,
+            link=link,
+            prompts=prompts,
+            model=name,
+            keys=(
+                Keys.none(secret)
+                if config.api_key_file is None
+                else Keys.from_file(config.api_key_file, secret)
+            ),
+            metrics=metrics,
+            drain=Drain(),
+            admission=Admission(
+                config.max_queued_requests, config.max_queued_tokens, config.max_open_requests
+            ),
+        )
+
+    def admit(self, prompt_tokens: int) -> Ticket:
+        """Take a place in the queue; raise (and count) Draining, Loading, Unavailable, QueueFull.
+
+        Call it before the 200.  `with` the ticket, or `release()` it in the stream's `finally`;
+        `started()` at the first token.
+        """
+        try:
+            self.check_ready()
+            return self.admission.enter(prompt_tokens)
+        except ApiError as error:
+            self.metrics.rejected((error.code or "refused").removeprefix("server_"))
+            raise
+
+    def check_ready(self) -> None:
+        """Raise Draining, Loading or Unavailable unless new work can be taken now."""
+        if self.drain.draining:
+            raise Draining
+        if self.link.hello is None:
+            raise Unavailable if self.seen_engine or self.link.restarts else Loading
+        self.seen_engine = True
+        if self.link.stats_age_s > self.config.heartbeat_limit_s:
+            raise Unavailable(
+                "The engine has stopped answering. Try again soon; see GET /ready."
+            )
