@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from cache.config import CacheConfig
+
 DTYPES = ("auto", "bfloat16", "float32", "float64")
 
 
@@ -24,11 +26,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_batch_tokens: int = 512  # flat tokens of one step when nobody is decoding
     mixed_tokens: int = 192  # prompt tokens of one step while others decode: bounds their gap
     max_drafts: int = 8  # draft tokens a sequence and step
-    kv_bytes: int = 1 << 30  # of KV pages
-    kv_blocks: int | None = None  # overrides kv_bytes
     threads: int | None = None  # torch's; None = all cores
     compile_threads: int = 1  # of the grammar pool
-    cache: bool = True  # automatic prefix caching
+    prefix_caching: bool = True  # equal prompts share their blocks
+    cache: CacheConfig = CacheConfig()  # the KV pool and its sessions
     stats_s: float = 0.25  # seconds between two Stats while busy
     heartbeat_s: float = 1.0  # seconds between two Stats while idle
 
@@ -49,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
                 f"max_batch_tokens {self.max_batch_tokens} cannot hold one sequence with "
                 f"{self.max_drafts} drafts; raise it to at least {self.max_drafts + 1}."
             )
+        self.cache.check()
         if self.max_len is not None and self.max_len < 2:
             raise BadConfig(f"max_len is {self.max_len}; at least 2 tokens are needed.")
         return self

@@ -56,6 +56,7 @@ class Scheduler:
     pool: BlockPool
     sessions: SessionTable
     config: EngineConfig
+    lookahead: int = 0  # slots beyond the wanted tokens that a device draft writes
     waiting: list[Sequence] = field(default_factory=list)  # sorted by order
     running: list[Sequence] = field(default_factory=list)  # sorted by order
     preemptions: int = 0
@@ -78,7 +79,7 @@ class Scheduler:
 
     def lookup(self, root: bytes, tokens: list[int]) -> int:
         """Tokens of a prompt whose KV exists now."""
-        if not self.config.cache:
+        if not self.config.prefix_caching:
             return 0
         return len(self.pool.match(root, tokens, len(tokens) - 1)) * self.pool.size
 
@@ -108,7 +109,11 @@ class Scheduler:
         """This sequence's share, with blocks behind it; None when it has to wait."""
         count = min(seq.want, budget)
         planned = {row.seq.key for row in rows}
-        while (need := self._blocks_for(seq.computed + count) - len(seq.blocks)) > 0:
+        while True:
+            wanted = self._blocks_for(seq.computed + count + self.lookahead)
+            need = wanted - len(seq.blocks)
+            if need <= 0:
+                break
             try:
                 taken = self.pool.take(need)
             except OutOfBlocks:
@@ -153,7 +158,7 @@ class Scheduler:
         seq = self.waiting[0]
         hits = self._match(seq)
         idle_hits = sum(block.users == 0 for block in hits)  # sharing them takes them off `available`
-        need = self._blocks_for(len(seq.tokens)) - len(hits) + idle_hits
+        need = self._blocks_for(len(seq.tokens) + self.lookahead) - len(hits) + idle_hits
         spare = len(self.running)  # each running sequence may need a block soon
         if self.running and self.pool.available < need + spare:
             return None
@@ -170,7 +175,7 @@ class Scheduler:
         return seq
 
     def _match(self, seq: Sequence) -> list[Block]:
-        if not self.config.cache:
+        if not self.config.prefix_caching:
             return []
         return self.pool.match(seq.root, seq.tokens, len(seq.tokens) - 1)
 
@@ -201,7 +206,7 @@ class Scheduler:
 
     def _publish(self, seq: Sequence) -> None:
         """Give every block that is full of committed tokens its key, so that others can share it."""
-        if not self.config.cache:
+        if not self.config.prefix_caching:
             return
         size = self.pool.size
         while (len(seq.keys) + 1) * size <= seq.computed:

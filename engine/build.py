@@ -1,0 +1,116 @@
+"""Put an engine together: weights, model, pages, pool, grammar.  Runs no step.
+
+Weights load while the grammar library builds its view of the tokenizer: the two slowest parts of a start
+share it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING
+
+import torch
+
+from cache.blocks import BlockPool
+from cache.pages import Pages
+from cache.prefix import BLOCK
+from cache.sessions import SessionTable
+from engine.attention import BACKENDS
+from engine.config import BadConfig, EngineConfig
+from engine.grammar.masks import Masks
+from engine.grammar.matcher import Compiler
+from engine.messages import PROTOCOL, Hello
+from engine.models import family
+from engine.runner import Runner
+from engine.weights import load
+
+if TYPE_CHECKING:
+    from engine.checkpoint import Checkpoint
+    from engine.proposer import DeviceDraft
+
+DTYPES = {
+    "auto": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a step needs, made once."""
+
+    hello: Hello
+    runner: Runner
+    pool: BlockPool
+    sessions: SessionTable
+    compiler: Compiler
+    masks: Masks
+
+
+def build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    head: DeviceDraft | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Parts:
+    """Load and allocate; raise BadConfig, BadWeights or MemoryError, with nothing left behind."""
+    config.check()
+    shape = checkpoint.config
+    max_len = _max_len(config, shape.max_len)
+    device = _device(config.device)
+    dtype = DTYPES[config.dtype]
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    kind = family(checkpoint.architecture)
+    with ThreadPoolExecutor(1) as side:
+        compiler = side.submit(
+            Compiler, checkpoint.tokenizer_json, shape.vocab, checkpoint.stop_ids,
+            config.compile_threads,
+        )
+        weights = load(checkpoint, kind.expected(shape), dtype, progress)
+        model = kind(shape, weights, max_len, head.taps if head is not None else ())
+        block_bytes = Pages.bytes_per_block(
+            shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype
+        )
+        blocks = config.cache.pool_blocks(block_bytes)
+        pages = Pages(
+            shape.layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, dtype, device
+        )
+        module, name = BACKENDS["cpu"].split(":")
+        attention = getattr(import_module(module), name)(
+            shape.heads, shape.kv_heads, shape.head_dim, BLOCK, dtype
+        )
+        grammar = compiler.result()
+    pool = BlockPool(blocks, BLOCK)
+    return Parts(
+        hello=Hello(
+            PROTOCOL, config.served_name or checkpoint.name, shape.vocab, max_len, BLOCK, blocks,
+            list(checkpoint.stop_ids), metadata.version("slipstream-serve"),
+        ),
+        runner=Runner(model, pages, attention, device, head, config.max_drafts),
+        pool=pool,
+        sessions=SessionTable(pool, config.cache),
+        compiler=grammar,
+        masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
+    )
+
+
+def _max_len(config: EngineConfig, trained: int) -> int:
+    if config.max_len is None:
+        return trained
+    if config.max_len > trained:
+        raise BadConfig(
+            f"max_len {config.max_len:,} is beyond the {trained:,} tokens this model was made for. "
+            f"Start with --max-model-len {trained} or less."
+        )
+    return config.max_len
+
+
+def _device(name: str) -> torch.device:
+    if name in ("auto", "cpu"):
+        return torch.device("cpu")
+    raise BadConfig(f"device {name!r} is not served; use cpu or auto.")
