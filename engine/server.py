@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -242,6 +243,7 @@ def launch(build: Callable[[], Stepping], path: Path, parent: int | None) -> int
     if parent is not None:
         die_with_parent(parent)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    faulthandler.enable()  # a stuck engine gets SIGABRT: where it hangs goes to the log
     stop = threading.Event()
 
     def on_term(number: int, at: FrameType | None) -> None:
