@@ -147,9 +147,7 @@ class StopStrings:
         if not self._stops:
             return text, False
         self._held += text
-        found = [
-            (at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0
-        ]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             _, at = min(found)
             free, self._held = self._held[:at], ""

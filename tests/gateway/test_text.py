@@ -22,8 +22,15 @@ def sentence_piece_json(strip: bool = True) -> str:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     pieces += ["▁Hel", "lo", "▁", "wör", "ld"]
     added = [
-        {"id": i, "content": pieces[i], "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": True}
+        {
+            "id": i,
+            "content": pieces[i],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for i in range(3)
     ]
     steps = [
