@@ -101,18 +101,17 @@ class EngineTotals:
     def __init__(self) -> None:
         self.totals = {field: 0 for field, _ in _ENGINE_COUNTERS.values()}
         self._last = Stats()
-        self._restarts = 0
 
-    def feed(self, stats: Stats, restarts: int) -> None:
-        """Take a snapshot in; a change of `restarts` tells that a new engine counts from zero."""
-        if stats == self._last:  # the dead engine's last words, not the new one's first
-            return
-        fresh = restarts != self._restarts or stats.step < self._last.step
+    def feed(self, stats: Stats) -> None:
+        """Take a snapshot in; one that counts less than the last is a new engine's."""
+        # The link's restart count cannot tell: it moves before the last snapshot does.
+        last = self._last
+        fresh = stats.step < last.step or any(
+            getattr(stats, field) < getattr(last, field) for field in self.totals
+        )
         for field in self.totals:
-            now = getattr(stats, field)
-            before = 0 if fresh else getattr(self._last, field)
-            self.totals[field] += now - before if now >= before else now
-        self._last, self._restarts = stats, restarts
+            self.totals[field] += getattr(stats, field) - (0 if fresh else getattr(last, field))
+        self._last = stats
 
 
 class Metrics:
@@ -126,7 +125,7 @@ class Metrics:
         self.requests = 0
         self.violations = 0
         self.invalid_sessions = 0
-        self.bad_frames = 0
+        self.socket_refusals = 0
         self._finished = Counter(dict.fromkeys(FINISHES, 0))
         self._rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self._left = Counter(dict.fromkeys(PHASES, 0))
@@ -220,7 +219,7 @@ class Metrics:
 
     def _sample(self) -> None:
         if self.link is not None:
-            self.engine.feed(self.link.stats, self.link.restarts)
+            self.engine.feed(self.link.stats)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family; called by the registry."""
@@ -262,7 +261,7 @@ class Metrics:
         for name, what, value in (
             ("stream_protocol_violations", "Broken streams.", self.violations),
             ("session_header_invalid", "Session values ignored.", self.invalid_sessions),
-            ("malformed_requests", "Requests refused by the HTTP parser.", self.bad_frames),
+            ("socket_refusals", "Requests refused at the socket.", self.socket_refusals),
         ):
             yield self._counter(f"slipstream:{name}", what, value)
         for name, what, label, counts in (

@@ -1,0 +1,124 @@
+"""A real server on a loopback port, in a thread, and raw sockets to it.  Runs no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp
+
+from gateway import app, http
+from gateway.state import Gateway
+
+
+@dataclass
+class Live:
+    """A running server."""
+
+    port: int
+    server: http.Server
+    loop: asyncio.AbstractEventLoop
+    gateway: Gateway
+
+    def connect(self, timeout_s: float = 5.0) -> socket.socket:
+        """A new connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s)
+
+    def exchange(self, sent: bytes, timeout_s: float = 5.0) -> bytes:
+        """All bytes that come back for `sent` until the server closes or falls silent for long."""
+        with self.connect(timeout_s) as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(sent)
+            return drain(sock)
+
+    def ask(self, method: str, path: str, body: bytes = b"", *headers: str) -> Answer:
+        """One request on its own connection."""
+        lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close", *headers]
+        if body:
+            lines.append(f"Content-Length: {len(body)}")
+        return Answer.of(self.exchange("\r\n".join([*lines, "", ""]).encode() + body))
+
+
+@dataclass
+class Answer:
+    """A parsed response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @classmethod
+    def of(cls, raw: bytes) -> Answer:
+        """Parse one whole response."""
+        assert raw.startswith(b"HTTP/1.1 "), raw[:200]
+        head, _, body = raw.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        pairs = [line.partition(": ") for line in lines]
+        headers = {name.lower(): value for name, _, value in pairs}
+        if headers.get("transfer-encoding") == "chunked":
+            body = _unchunked(body)
+        return cls(int(first.split(" ")[1]), headers, body)
+
+    @property
+    def error(self) -> dict[str, object]:
+        """The error object; all four keys must be there."""
+        found = json.loads(self.body)["error"]
+        assert set(found) == {"message", "type", "param", "code"}
+        return found
+
+
+def _unchunked(body: bytes) -> bytes:
+    parts: list[bytes] = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        parts.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+def drain(sock: socket.socket) -> bytes:
+    """Everything until the peer closes, resets, or the socket's timeout passes."""
+    parts: list[bytes] = []
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while part := sock.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def running(gateway: Gateway, asgi: ASGIApp | None = None) -> Iterator[Live]:
+    """Serve the gateway's app (or `asgi`) in a thread until the block ends."""
+    sock = http.bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    server = http.server(asgi or app.build(gateway), gateway)
+    ready = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        ready.set()
+        await server.serve(sockets=[sock])
+
+    def body() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(main())
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    assert ready.wait(5)
+    until = time.monotonic() + 5
+    while not server.started and time.monotonic() < until:
+        time.sleep(0.005)
+    assert server.started
+    try:
+        yield Live(port, server, loops[0], gateway)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
