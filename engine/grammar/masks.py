@@ -1,0 +1,61 @@
+"""The grammar masks of a whole step, in one native call.  Samples nothing, changes no state.
+
+A mask row is ceil(vocab / 32) int32 words; bit v % 32 of word v // 32: token v may come next.
+Row `first + i` of a request is for the position after its first i drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+import torch
+from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+
+from engine.grammar.matcher import State
+
+Request = tuple[int, State, Sequence[int]]  # first row, state before the drafts, drafts
+
+
+class Masks:
+    """One buffer of mask rows for all steps."""
+
+    def __init__(self, vocab: int, rows: int, threads: int = 1) -> None:
+        """`rows` is the most that one step can need; one thread is best below about 128 rows."""
+        words = (vocab + 31) // 32
+        self._open = np.full(words, -1, dtype=np.int32)  # every token of the vocabulary
+        if vocab % 32:
+            self._open[-1] = (1 << vocab % 32) - 1
+        self._rows = np.empty((rows, words), dtype=np.int32)
+        self._rows[:] = self._open
+        self._tensor = torch.from_numpy(self._rows)
+        self._used: list[slice] = []  # rows that are not open now
+        self._executor = llguidance.LLExecutor(num_threads=threads)
+        self.legal: list[int] = []
+
+    def fill(self, requests: Sequence[Request], rows: int | None = None) -> torch.Tensor:
+        """The masks of one step: a view, int32 [rows, ceil(vocab / 32)], good until the next call.
+
+        Rows that no request covers allow everything.  A request covers len(drafts) + 1 rows; after
+        the call `legal[i]` is how many drafts of request i are legal (a stop id is not): the engine
+        cuts the draft there, and the rows behind that are all zero.
+        """
+        for span in self._used:
+            self._rows[span] = self._open
+        self._used.clear()
+        self.legal.clear()
+        batch: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        for row, state, drafts in requests:
+            span = slice(row, row + len(drafts) + 1)
+            assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
+            self._rows[span] = 0
+            self._used.append(span)
+            legal = state.valid_prefix(drafts)
+            self.legal.append(legal)
+            batch.append((state.matcher, row, list(drafts[:legal])))
+        if batch:
+            # llguidance sets the stop ids of a row exactly when that row's state is accepting,
+            # also when the grammar is closed there.
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, batch, self._rows)
+        return self._tensor if rows is None else self._tensor[:rows]

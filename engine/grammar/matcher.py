@@ -1,0 +1,216 @@
+"""llguidance's matcher behind a small interface: Lark -> Compiled -> State.  Knows no tensors.
+
+Stop ids are never fed to a matcher (it cannot take them back): a row allows them exactly when its
+state is accepting, and the engine ends the sequence on one.  Only calls that leave a matcher as it
+was after an illegal token are used, as llguidance's error state never clears.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask
+from numpy.typing import NDArray
+
+from engine.messages import Grammar
+
+KEPT = 256  # compiled grammars
+KEPT_CHARACTERS = 32_000_000  # of Lark text, all kept grammars together
+TEXT_LIMIT = 8_000_000  # characters of one grammar
+
+# Fuel bounds the time of a hostile grammar; the row limit is what 700 optional properties need.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 200_000,
+    "max_items_in_row": 20_000,
+    "max_lexer_states": 250_000,
+    "max_grammar_size": 500_000,
+}
+
+
+class GrammarRefused(Exception):
+    """The grammar cannot be used; `code` and `message` are fit for the client."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class State:
+    """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
+
+    __slots__ = ("_stops", "matcher", "steps")
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, stops: frozenset[int], steps: int = 0
+    ) -> None:
+        self.matcher = matcher  # for masks.py only
+        self._stops = stops
+        self.steps = steps  # tokens accepted and not rolled back
+
+    def accept(self, token: int) -> bool:
+        """Take one token; False, and nothing changes, when it is illegal or a stop id."""
+        return self.accept_all((token,)) == 1
+
+    def accept_all(self, tokens: Sequence[int]) -> int:
+        """Take tokens up to the first illegal one or stop id; return how many."""
+        taken: int = self.matcher.try_consume_tokens(self._words(tokens))
+        self.steps += taken
+        return taken
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+        assert 0 <= count <= self.steps, f"rollback of {count} after {self.steps} tokens"
+        if count:
+            rolled = self.matcher.rollback(count)
+            assert rolled, self.matcher.get_error()
+            self.steps -= count
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens are legal in a row from here; a stop id is not counted."""
+        legal: int = self.matcher.validate_tokens(self._words(tokens))
+        return legal
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as the tokenizer itself would cut them; often none."""
+        return [] if self.finished else list(self.matcher.compute_ff_tokens())
+
+    @property
+    def finished(self) -> bool:
+        """The grammar is closed: nothing more may come."""
+        stopped: bool = self.matcher.is_stopped()
+        return stopped and not self.matcher.is_error()
+
+    @property
+    def accepting(self) -> bool:
+        """The output may end here: stop ids are legal."""
+        accepting: bool = self.matcher.is_accepting()
+        return accepting
+
+    @property
+    def fault(self) -> str:
+        """Why the matcher gave up (a limit was hit: no token is legal any more); empty when it works."""
+        fault: str = self.matcher.get_error()
+        return fault
+
+    def clone(self) -> State:
+        """An independent copy."""
+        return State(self.matcher.deep_copy(), self._stops, self.steps)
+
+    def _words(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens before the first stop id."""
+        words = list(tokens)
+        if not self._stops.isdisjoint(words):
+            words = words[: next(i for i, token in enumerate(words) if token in self._stops)]
+        return words
+
+
+class Compiled:
+    """A grammar that is ready: its start can be copied any number of times."""
+
+    def __init__(self, lark: str, start: State, first_mask: NDArray[np.int32]) -> None:
+        self.lark = lark
+        self._start = start
+        self.first_mask = first_mask  # int32 [ceil(vocab / 32)], read-only: the first legal tokens
+
+    def start(self) -> State:
+        """A fresh state at the beginning of the grammar."""
+        return self._start.clone()
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary, in a small pool, and keeps the ones used last."""
+
+    def __init__(
+        self, tokenizer_json: str, vocab: int, stop_ids: Sequence[int], threads: int = 2
+    ) -> None:
+        """`vocab` is the number of rows of the output head; ids without a token are never legal."""
+        self.vocab = vocab
+        self._stops = frozenset(stop_ids)
+        self.tokenizer = llguidance.LLTokenizer(
+            tokenizer_json, n_vocab=vocab, eos_token=list(stop_ids)
+        )
+        self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._characters = 0
+
+    def cached(self, grammar: Grammar) -> Compiled | None:
+        """The compiled grammar when it is kept; never compiles."""
+        key = _key(grammar)
+        with self._lock:
+            if found := self._kept.get(key):
+                self._kept.move_to_end(key)
+            return found
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Compile here and now, or take it from the cache; raise GrammarRefused."""
+        if found := self.cached(grammar):
+            return found
+        compiled = self._compile(grammar)
+        key = _key(grammar)
+        with self._lock:
+            if key not in self._kept:  # two threads may have compiled the same text
+                self._kept[key] = compiled
+                self._characters += len(grammar.lark)
+            while len(self._kept) > KEPT or self._characters > KEPT_CHARACTERS:
+                _, old = self._kept.popitem(last=False)
+                self._characters -= len(old.lark)
+        return compiled
+
+    def submit(self, grammar: Grammar, done: Callable[[Compiled | GrammarRefused], None]) -> None:
+        """Compile in the pool and call `done` from there, exactly once."""
+        self._pool.submit(self._run, grammar, done)
+
+    def close(self) -> None:
+        """Forget what is queued and let the pool end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, grammar: Grammar, done: Callable[[Compiled | GrammarRefused], None]) -> None:
+        try:
+            result: Compiled | GrammarRefused = self.compile(grammar)
+        except GrammarRefused as refused:
+            result = refused
+        done(result)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if len(grammar.lark) > TEXT_LIMIT:
+            raise GrammarRefused(
+                "grammar_too_large",
+                f"The grammar has {len(grammar.lark):,} characters; at most {TEXT_LIMIT:,} are "
+                "accepted. Send fewer tools or smaller schemas.",
+            )
+        matcher = llguidance.LLMatcher(
+            self.tokenizer, grammar.lark, log_level=0, limits=self._limits
+        )
+        if matcher.is_error():
+            raise GrammarRefused(
+                "invalid_schema",
+                "The schemas of this request cannot be made into a grammar: "
+                + matcher.get_error().split("\n", 1)[0][:200],
+            )
+        # A grammar can compile and still break at its first mask: better here than in a step.
+        mask = np.zeros((1, (self.vocab + 31) // 32), dtype=np.int32)
+        fill_next_token_bitmask(matcher, mask)
+        if matcher.is_error() or not mask.any():
+            raise GrammarRefused(
+                "grammar_too_complex",
+                "The schemas of this request are too complex to enforce, or nothing satisfies "
+                "them. Use fewer optional properties or smaller patterns.",
+            )
+        mask.flags.writeable = False
+        return Compiled(grammar.lark, State(matcher, self._stops), mask[0])
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.sha256(grammar.lark.encode()).digest()

@@ -1,0 +1,222 @@
+"""Check a JSON Schema before it becomes a grammar: enforce, drop or refuse.  No torch, no matcher.
+
+Every walk is iterative and bounded, and no pattern of a request is ever run: patterns only go to
+llguidance, whose automata are linear.  JSON Schema draft 2020-12; draft-07 tuples are rewritten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from engine.grammar.clean import (
+    ENFORCED,
+    LISTS,
+    MAPS,
+    SINGLES,
+    BadSchema,
+    Cleaner,
+    Dropped,
+    bad_ref,
+    drop,
+    escape,
+)
+from engine.grammar.verdict import Document, Node, embed, fault
+
+__all__ = ["BadSchema", "Checked", "Dropped", "check", "embed"]
+
+DEPTH_LIMIT = 64  # nested arrays and objects of the schema's own text
+NODE_LIMIT = 5_000  # arrays and objects in it
+ENUM_LIMIT = 10_000  # values in all enums together
+TEXT_LIMIT = 500_000  # characters of names and values together
+
+_DROPS = 32  # keywords that llguidance may be asked to find in one schema
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A schema of which every keyword is enforced; keys in their order, annotations left out."""
+
+    schema: Node
+    dropped: tuple[Dropped, ...]
+
+
+def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "object") -> Checked:
+    """Check a tool's parameters (`root="object"`, None = no arguments) or an answer's ("any").
+
+    Strict: BadSchema for any keyword that cannot be enforced.  Otherwise those keywords are dropped
+    and listed.  A malformed schema, or a `$ref` that leads nowhere or outside, is always BadSchema.
+    """
+    if root == "object" and (schema is None or schema == {}):
+        schema = {"type": "object", "properties": {}}
+    _measure(schema)
+    if not isinstance(schema, dict):
+        raise BadSchema("invalid_schema", "A schema must be a JSON object.", "", "type")
+    modern = _modern(schema)
+    _meta_check(modern)
+    if root == "object":
+        modern = _object_root(modern)
+    dropped: list[Dropped] = []
+    document = Cleaner(modern, strict, dropped).run()
+    _check_cycles(document)
+    _settle(document, strict, root, dropped)
+    return Checked(document.root, tuple(dropped))
+
+
+def _measure(schema: object) -> None:
+    """Refuse what is too deep or too large before anything recursive sees it."""
+    nodes = values = text = 0
+    stack: list[tuple[object, int, str]] = [(schema, 1, "")]
+    while stack:
+        value, depth, key = stack.pop()
+        if isinstance(value, dict | list):
+            nodes += 1
+            values += len(value) if key == "enum" and isinstance(value, list) else 0
+            if depth > DEPTH_LIMIT:
+                raise _too_big("deep", f"{DEPTH_LIMIT} levels")
+            if isinstance(value, dict):
+                text += sum(map(len, value))
+                stack.extend((below, depth + 1, name) for name, below in value.items())
+            else:
+                stack.extend((below, depth + 1, "") for below in value)
+        elif isinstance(value, str):
+            text += len(value) if key not in ("description", "title", "$comment") else 0
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise BadSchema("invalid_schema", "A schema may hold only finite numbers.")
+        if nodes > NODE_LIMIT or len(stack) > 20 * NODE_LIMIT:
+            raise _too_big("large", f"{NODE_LIMIT:,} objects and arrays")
+        if values > ENUM_LIMIT:
+            raise _too_big("large", f"{ENUM_LIMIT:,} enum values")
+        if text > TEXT_LIMIT:
+            raise _too_big("large", f"{TEXT_LIMIT:,} characters of names and values")
+
+
+def _too_big(how: str, limit: str) -> BadSchema:
+    return BadSchema("invalid_schema", f"The schema is too {how}: at most {limit}. Split it.")
+
+
+def _modern(schema: Node) -> Node:
+    """A copy down to the subschemas, with draft-07's `items: [...]` written as `prefixItems`."""
+    root: Node = {}
+    stack: list[tuple[Node, Node]] = [(schema, root)]
+    while stack:
+        source, target = stack.pop()
+        tuple_form = isinstance(source.get("items"), list)
+        for key, value in source.items():
+            if tuple_form and key == "items":
+                key = "prefixItems"
+            elif tuple_form and key == "additionalItems":
+                key = "items"
+            target[key] = _copied(key, value, stack)
+    return root
+
+
+def _copied(key: str, value: Any, stack: list[tuple[Node, Node]]) -> Any:
+    """The value with its subschemas replaced by copies that are filled later, from the stack."""
+
+    def later(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        copy: Node = {}
+        stack.append((part, copy))
+        return copy
+
+    if key in MAPS and isinstance(value, dict):
+        return {name: later(part) for name, part in value.items()}
+    if key in LISTS and isinstance(value, list):
+        return [later(part) for part in value]
+    return later(value) if key in SINGLES else value
+
+
+@cache
+def _meta() -> Draft202012Validator:
+    """The meta-schema's validator; without formats: `regex` would compile a request's patterns."""
+    return Draft202012Validator(Draft202012Validator.META_SCHEMA)
+
+
+def _meta_check(schema: Node) -> None:
+    try:
+        error = best_match(_meta().iter_errors(schema))
+    except RecursionError:
+        raise _too_big("deep", f"{DEPTH_LIMIT} levels") from None
+    if error is None:
+        return
+    path = [str(part) for part in error.absolute_path]
+    pointer = "".join("/" + escape(part) for part in path[:-1])
+    keyword = path[-1] if path else ""
+    value = repr(error.instance)
+    shown = value if len(value) <= 60 else value[:60] + "..."
+    raise BadSchema(
+        "invalid_schema",
+        f"at {pointer or '/'}: {keyword!r} may not be {shown} in JSON Schema draft 2020-12",
+        pointer,
+        keyword,
+    )
+
+
+def _object_root(schema: Node) -> Node:
+    """The same schema, saying that it is an object; refuse one that cannot be."""
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise BadSchema(
+            "invalid_schema",
+            f"at /: 'type' of parameters must be 'object', not {kind!r}. Wrap it in an object.",
+            "",
+            "type",
+        )
+    schema = {**schema, "type": "object"}
+    declared = schema.keys() & (ENFORCED - {"type"})
+    if declared == {"properties"} and not schema["properties"]:
+        schema["additionalProperties"] = False  # "no parameters", as everybody writes it
+    return schema
+
+
+def _check_cycles(document: Document) -> None:
+    """Refuse a `$ref` that leads only to itself: no value is described by it."""
+    for start in _holders(document):
+        seen, at = {start}, start
+        while (ref := document.nodes[at].get("$ref")) is not None:
+            at = ref[1:]
+            if at in seen:
+                raise bad_ref(start, "leads only to itself")
+            seen.add(at)
+
+
+def _holders(document: Document) -> Iterator[str]:
+    return (pointer for pointer, node in document.nodes.items() if "$ref" in node)
+
+
+def _settle(document: Document, strict: bool, root: str, dropped: list[Dropped]) -> None:
+    """Drop what llguidance still refuses, until it takes the schema."""
+    for _ in range(_DROPS):
+        found = fault(document)
+        if found is None:
+            return
+        pointer, keyword = found
+        drop(dropped, strict, pointer, keyword or "*", "it cannot be enforced as it stands here")
+        _leave_out(document.nodes[pointer], keyword)
+        if root == "object":
+            document.root["type"] = "object"
+    drop(dropped, strict, "", "*", "too many keywords cannot be enforced")
+    document.root.clear()
+    document.root.update({"type": "object"} if root == "object" else {})
+
+
+def _leave_out(node: Node, keyword: str) -> None:
+    """Take a keyword out so that the node allows more, never less."""
+    if keyword == "":
+        node.clear()
+        return
+    value = node.pop(keyword)
+    if keyword == "oneOf" and "anyOf" not in node:
+        node["anyOf"] = value
+    if keyword in ("properties", "patternProperties"):
+        node.pop("additionalProperties", None)
+    if keyword == "prefixItems":
+        node.pop("items", None)
