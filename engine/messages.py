@@ -8,7 +8,6 @@ by msgpack.
 from __future__ import annotations
 
 import struct
-from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
@@ -225,11 +224,21 @@ class Deframer:
         return bodies
 
 
+class Inbox(Protocol):
+    """Where messages for an engine go: a queue.SimpleQueue."""
+
+    def put(self, item: ToEngine, /) -> None:
+        """Hand over one message, from any thread; never blocks."""
+
+
 class Stepping(Protocol):
     """An engine as its drivers see it: a thread (gateway/local_link.py), a process (server.py)."""
 
     hello: Hello
-    inbox: SimpleQueue[ToEngine]  # put from any thread
+
+    @property
+    def inbox(self) -> Inbox:
+        """What wakes it."""
 
     def wait(self, timeout_s: float) -> None:
         """Block until there is something to do, at most so long."""

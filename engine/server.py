@@ -111,13 +111,14 @@ class Attachment:
                 self._outbox.put(replies)
         except GatewayStuck as error:
             log.error("%s", error)
-            self._ended = STUCK
+            self._end(STUCK)
         except GatewayGone as error:
             log.info("connection to the gateway lost: %s", error)
-            self._ended = GONE
+            self._end(GONE)
         finally:
+            self._end(STOPPED)
             self._close(reader)
-        return self._ended or STOPPED
+        return self._ended
 
     def abandon(self) -> int:
         """Drop everything this gateway had running; return how many requests that was."""
@@ -135,14 +136,17 @@ class Attachment:
                     if isinstance(message, Submit):
                         self._choices_left[message.id] = message.n
                     self._engine.inbox.put(message)
-            self._ended = GONE
+            self._end(GONE)
         except BadFrame as error:
             log.error("connection dropped: %s", error)
-            self._ended = GARBAGE
+            self._end(GARBAGE)
         except OSError:
-            self._ended = GONE
+            self._end(GONE)
         finally:
             self._engine.inbox.put(WAKE)
+
+    def _end(self, how: str) -> None:
+        self._ended = self._ended or how  # closing a socket that is stuck also looks like a leaving
 
     def _forget_finished(self, replies: list[ToGateway]) -> None:
         for reply in replies:
