@@ -159,7 +159,7 @@ def _draw(x: Tensor, rows: Sequence[SampleRow], masks: Tensor | None) -> list[in
 def _draw_hot(x: Tensor, peak: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """The sampled token of each row: temperature, top-k, top-p, min-p, noise."""
     heat = x.new_tensor([row.sampling.temperature for row in rows])
-    # With the best at 0 no temperature overflows and the noise keeps its low bits where they matter.
+    # The best goes to 0: no temperature overflows, and noise keeps its low bits where they matter.
     x.sub_(peak[:, None]).div_(heat.clamp_min_(torch.finfo(x.dtype).tiny)[:, None])
     _filter(x, _top_k, {i: r.sampling.top_k for i, r in enumerate(rows) if r.sampling.top_k > 0})
     _filter(x, _top_p, {i: r.sampling.top_p for i, r in enumerate(rows) if r.sampling.top_p < 1})
