@@ -1,4 +1,4 @@
-"""The grammar masks of a whole step, in one native call.  Samples nothing, changes no state.
+"""The grammar masks of a whole step, natively and at once.  Samples nothing, changes no state.
 
 A mask row is ceil(vocab / 32) int32 words; bit v % 32 of word v // 32: token v may come next.
 Row `first + i` of a request is for the position after its first i drafts.
@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 import torch
-from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 
 from engine.grammar.matcher import State
 
@@ -45,7 +48,8 @@ class Masks:
             self._rows[span] = self._open
         self._used.clear()
         self.legal.clear()
-        batch: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        plain: list[tuple[llguidance.LLMatcher, int]] = []
         for row, state, drafts in requests:
             span = slice(row, row + len(drafts) + 1)
             assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
@@ -53,9 +57,14 @@ class Masks:
             self._used.append(span)
             legal = state.valid_prefix(drafts)
             self.legal.append(legal)
-            batch.append((state.matcher, row, list(drafts[:legal])))
-        if batch:
-            # llguidance sets the stop ids of a row exactly when that row's state is accepting,
-            # also when the grammar is closed there.
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, batch, self._rows)
+            if legal:
+                drafted.append((state.matcher, row, list(drafts[:legal])))
+            else:
+                plain.append((state.matcher, row))
+        # llguidance sets the stop ids of a row exactly when that row's state is accepting, also when
+        # the grammar is closed there.  Its draft call refuses an empty draft: hence two calls.
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, self._rows)
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, self._rows)
         return self._tensor if rows is None else self._tensor[:rows]

@@ -98,7 +98,7 @@ class State:
 
     @property
     def fault(self) -> str:
-        """Why the matcher gave up (a limit was hit: no token is legal any more); empty when it works."""
+        """Why the matcher gave up (a limit was hit, no token is legal now); empty = it works."""
         fault: str = self.matcher.get_error()
         return fault
 
@@ -120,7 +120,7 @@ class Compiled:
     def __init__(self, lark: str, start: State, first_mask: NDArray[np.int32]) -> None:
         self.lark = lark
         self._start = start
-        self.first_mask = first_mask  # int32 [ceil(vocab / 32)], read-only: the first legal tokens
+        self.first_mask = first_mask  # int32 [ceil(vocab / 32)], read-only
 
     def start(self) -> State:
         """A fresh state at the beginning of the grammar."""
