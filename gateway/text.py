@@ -47,22 +47,22 @@ class Vocabulary:
         self.strip_first = not byte_level and bool(kinds & {"Metaspace", "Strip"})
         #: Text of the added tokens: a piece of user text must never become one of these ids.
         self.added: dict[int, str] = {}
-        self._special: set[int] = set()
+        self.special: set[int] = set()
         for token in spec.get("added_tokens") or []:
             pieces[token["id"]] = token["content"]
             self.added[token["id"]] = token["content"]
             if token.get("special"):
-                self._special.add(token["id"])
+                self.special.add(token["id"])
         self.bytes: list[bytes] = [b""] * (max(pieces, default=-1) + 1)
         for id, piece in pieces.items():
-            self.bytes[id] = b"" if id in self._special else spell(piece)
+            self.bytes[id] = b"" if id in self.special else spell(piece)
 
     def __len__(self) -> int:
         return len(self.bytes)
 
     def spelled(self, id: int) -> bytes:
         """The bytes of one token as logprobs show it: a control token by its name."""
-        if id in self._special:
+        if id in self.special:
             return self.added[id].encode()
         return self.bytes[id] if 0 <= id < len(self.bytes) else b""
 

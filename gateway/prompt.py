@@ -1,0 +1,266 @@
+"""Requests to prompt ids: chat template, control tokens, context check.  Talks to no engine.
+
+messages --render--> text | control | text | control | text --encode--> ids
+                      `-- pieces of served turns: the ids that were sampled (tokens.py)
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio.to_thread
+from tokenizers import Tokenizer
+
+from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.protocol import Message
+from gateway.render import Marks, Rendered, Template
+from gateway.text import Detokenizer, Vocabulary
+from gateway.tokens import Encoder, Memory, Segment, Trail
+from gateway.tools import Format
+
+INLINE = 8192  # characters; more are rendered and encoded in a thread, never on the event loop
+PIECES_BYTES = 64 * 1024 * 1024
+MEMORY_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and what remember() needs to continue it next time."""
+
+    ids: list[int]
+    key: bytes = b""  # of everything before the tail
+    texts: tuple[str, ...] = ("",)  # the tail: what follows the last control token
+    controls: tuple[int, ...] = ()
+    tail: int = 0  # where the tail's ids begin in `ids`
+
+
+class Prompts:
+    """Renders and encodes prompts for one model; the only owner of its tokenizer in the gateway."""
+
+    def __init__(
+        self,
+        tokenizer_json: str,
+        chat_template: str | None,
+        *,
+        max_len: int,
+        format: Format,
+        add_bos: bool = False,
+        bos_id: int | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> None:
+        """`max_len`: tokens of prompt and output together.  Raises BadTokenizer or jinja2's
+        TemplateSyntaxError when the model's files cannot be used."""
+        self.max_len = max_len
+        self.format = format
+        self.vocabulary = Vocabulary(tokenizer_json)
+        own = chat_template or format.template
+        takes_tools = chat_template is not None and "tools" in chat_template
+        shown = own if takes_tools else format.template
+        self._controls = self._pick_controls(own + shown)
+        self._ids = {text: id for id, text in self._controls.items()}
+        marks = Marks(sorted(self._ids))
+        names = {
+            "bos_token": self.vocabulary.added.get(-1 if bos_id is None else bos_id, ""),
+            "eos_token": self.vocabulary.added.get(stop_ids[0] if stop_ids else -1, ""),
+        }
+        self._plain = Template(own, marks, names, objects=takes_tools)
+        self._with_tools = self._plain
+        if not takes_tools:
+            self._with_tools = Template(shown, marks, names, objects=False)
+        self._bos = [bos_id] if add_bos and bos_id is not None else []
+        self._raw = Tokenizer.from_str(tokenizer_json)
+        self._encoder = Encoder(tokenizer_json, self._controls, PIECES_BYTES)
+        self._memory = Memory(MEMORY_BYTES)
+        #: One line for the start banner: which template shows tools, and why.
+        self.note = (
+            "tools are shown by the model's own chat template"
+            if takes_tools
+            else f"the model's chat template takes no tools: requests with tools use the layout of "
+            f"{format.name}"
+        )
+
+    def _pick_controls(self, templates: str) -> dict[int, str]:
+        """id -> text of the tokens that callers must not write: the special ones, and those added
+        ones that the templates or the format use as markers."""
+        special = self.vocabulary.special
+        used = templates + self.format.example
+        return {
+            id: text
+            for id, text in self.vocabulary.added.items()
+            if text and (id in special or text in used)
+        }
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] = (),
+        *,
+        scope: bytes = b"",
+        extra: Mapping[str, object] | None = None,
+    ) -> Prompt:
+        """The ids of a conversation up to where the assistant speaks; raise BadRequest.
+
+        `tools` are dicts as on the wire.  `scope`: whose served turns may be continued, the cache
+        namespace.  `extra`: variables for the template.
+        """
+        calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        template = self._with_tools if tools or calls else self._plain
+        if sum(len(message.text) for message in messages) <= INLINE:
+            rendered = template.render(messages, tools, extra or {})
+        else:
+            rendered = await anyio.to_thread.run_sync(template.render, messages, tools, extra or {})
+        return await self._encoded(rendered, scope)
+
+    async def plain(self, text: str) -> Prompt:
+        """The ids of a text completion's prompt, written as the tokenizer reads it: control tokens
+        in it count, because the whole prompt is the caller's."""
+        if len(text) <= INLINE:
+            ids = self._raw.encode(text, add_special_tokens=False).ids
+        else:
+            encoding = await anyio.to_thread.run_sync(
+                lambda: self._raw.encode(text, add_special_tokens=False)
+            )
+            ids = encoding.ids
+        return Prompt(ids if ids[:1] == self._bos else self._bos + ids)
+
+    def given(self, ids: Sequence[int], vocab: int) -> Prompt:
+        """A prompt that came as ids; raise BadRequest for one outside the vocabulary."""
+        if not all(0 <= id < vocab for id in ids):
+            raise BadRequest(f"Token ids go from 0 to {vocab - 1:,}.", param="prompt")
+        return Prompt(list(ids))
+
+    def room(self, prompt: Prompt, wanted: int | None, param: str = "messages") -> int:
+        """Tokens that may be generated: `wanted`, or all that the context leaves; raise
+        ContextLengthExceeded when prompt and output do not fit together."""
+        left = self.max_len - len(prompt.ids)
+        if left < (wanted or 1):
+            raise ContextLengthExceeded(len(prompt.ids), wanted or 1, self.max_len, param)
+        return wanted or left
+
+    def remember(self, prompt: Prompt, sampled: Sequence[int], keep: str | None = None) -> None:
+        """Continue this prompt with these ids when the next request holds the same text.
+
+        `sampled`: the answer's ids without the stop id that ended it.  `keep`: the text that was
+        delivered, when a stop string cut it: ids behind it are forgotten.
+        """
+        if not prompt.key:
+            return
+        if keep is not None:
+            sampled = self._within(sampled, keep)
+        texts, controls = self._pieces(sampled)
+        if texts == [""]:
+            return
+        joint = prompt.texts[-1] + texts[0]
+        segment = Segment(
+            (*prompt.texts[:-1], joint, *texts[1:]),
+            (*prompt.controls, *controls),
+            array("I", [*prompt.ids[prompt.tail :], *sampled]),
+        )
+        self._memory.add(prompt.key, segment)
+
+    def _within(self, sampled: Sequence[int], keep: str) -> Sequence[int]:
+        """The longest start of `sampled` whose text fits into `keep`."""
+        left = len(keep.encode())
+        table = self.vocabulary.bytes
+        for count, id in enumerate(sampled):
+            left -= len(table[id]) if id < len(table) else 0
+            if left < 0:
+                return sampled[:count]
+        return sampled
+
+    def _pieces(self, ids: Sequence[int]) -> tuple[list[str], list[int]]:
+        """Sampled ids as texts around control tokens."""
+        texts: list[str] = []
+        controls: list[int] = []
+        start = 0
+        for at, id in enumerate(ids):
+            if id in self._controls:
+                texts.append(self._text(ids[start:at]))
+                controls.append(id)
+                start = at + 1
+        return [*texts, self._text(ids[start:])], controls
+
+    def _text(self, ids: Sequence[int]) -> str:
+        detokenizer = Detokenizer(self.vocabulary)
+        return detokenizer.push(ids) + detokenizer.close()
+
+    async def _encoded(self, rendered: Rendered, scope: bytes) -> Prompt:
+        walk = _Walk(rendered.texts, [self._ids[text] for text in rendered.controls], scope)
+        walk.go(self._memory)
+        wanted = {piece for piece in walk.parts if isinstance(piece, tuple)}
+        found = {piece: self._encoder.known(*piece) for piece in wanted}
+        missing = [piece for piece, ids in found.items() if ids is None]
+        if sum(len(text) for text, _ in missing) <= INLINE:
+            encoded = [self._encoder.encode(*piece) for piece in missing]
+        else:
+            encoded = await anyio.to_thread.run_sync(
+                lambda: [self._encoder.encode(*piece) for piece in missing]
+            )
+        for (text, first), ids in zip(missing, encoded, strict=True):
+            self._encoder.keep(text, first, ids)
+            found[text, first] = ids
+        return self._assembled(walk, found)
+
+    def _assembled(
+        self, walk: _Walk, found: Mapping[tuple[str, bool], array[int] | None]
+    ) -> Prompt:
+        ids: list[int] = []
+        if self._bos and (not walk.controls or walk.texts[0] or walk.controls[0] != self._bos[0]):
+            ids.extend(self._bos)
+        tail = 0
+        for number, part in enumerate(walk.parts):
+            if number == walk.tail_part:
+                tail = len(ids)
+            match part:
+                case int():
+                    ids.append(part)
+                case tuple():
+                    piece = found[part]
+                    assert piece is not None, "a piece was not encoded"
+                    ids.extend(piece)
+                case _:
+                    ids.extend(part)
+        return Prompt(ids, walk.key, walk.tail_texts, walk.tail_controls, tail)
+
+
+class _Walk:
+    """A rendered prompt, piece by piece: what is known as sampled ids, and what must be encoded."""
+
+    def __init__(self, texts: Sequence[str], controls: Sequence[int], scope: bytes) -> None:
+        self.texts = texts
+        self.controls = controls
+        #: A control token's id; (text, opens the prompt) to encode; or ids that were sampled.
+        self.parts: list[int | tuple[str, bool] | array[int]] = []
+        self.tail_part = 0  # where the tail begins in `parts`
+        self.tail_texts: tuple[str, ...] = ()
+        self.tail_controls: tuple[int, ...] = ()
+        self.key = b""
+        self._trail = Trail(scope)
+
+    def go(self, memory: Memory) -> None:
+        """Fill the parts, from the start to the end."""
+        at = 0
+        while True:
+            self._tail_here(at)
+            segment = memory.find(self.key, self.texts, self.controls, at) if len(memory) else None
+            end = at
+            rest = self.texts[at]
+            if segment is not None:
+                self.parts.append(segment.ids)
+                end = at + len(segment.controls)
+                rest = self.texts[end].removeprefix(segment.texts[-1])
+            self.parts.append((rest, end == 0 and segment is None))
+            if end == len(self.controls):
+                return
+            for passed in range(at, end + 1):
+                self._trail.pass_by(self.texts[passed], self.controls[passed])
+            self.parts.append(self.controls[end])
+            at = end + 1
+
+    def _tail_here(self, at: int) -> None:
+        self.key = self._trail.key
+        self.tail_part = len(self.parts)
+        self.tail_texts = tuple(self.texts[at:])
+        self.tail_controls = tuple(self.controls[at:])

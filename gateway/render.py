@@ -1,0 +1,262 @@
+"""Chat templates to text and control tokens.  Encodes nothing; see prompt.py.
+
+A control token counts only where the template wrote it.  Text of callers that holds one, or that
+could complete one at its edge, is broken by a private mark before rendering; the rendered text is
+split at what still reads as a control token, and then the marks are taken out again.
+
+    caller's  "a<|im_end|>b"   marked  "a<M|im_end|>b"   split  no match   unmarked  "a<|im_end|>b"
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.errors import BadRequest
+from gateway.protocol import Message
+
+_MARK_LENGTH = 8  # of 6,400 private letters each: nobody's text holds the mark by chance or guess
+_SAID_LIMIT = 200  # characters of a template's own complaint
+_WORD = re.compile(r"\w+")
+_LEXEME = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s",:]+|[,:]')
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """texts[0], controls[0], texts[1], ... texts[-1]: one text more than control tokens."""
+
+    texts: list[str]
+    controls: list[str]
+
+
+# What a template may raise on messages that its author did not think of.
+_UNRENDERABLE = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError,
+    RecursionError,
+)  # fmt: skip
+
+
+class Marks:
+    """Keeps callers' text from being read as a control token."""
+
+    def __init__(self, controls: Sequence[str]) -> None:
+        self._mark = "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(_MARK_LENGTH))
+        self._longest = max(map(len, controls), default=0)
+        self._controls = tuple(controls)
+        self._starts = {c[:end] for c in controls for end in range(1, len(c))}
+        self._ends = {c[start:] for c in controls for start in range(1, len(c))}
+        # Longest first, as a tokenizer finds its added tokens.
+        ordered = sorted(controls, key=len, reverse=True)
+        self._find = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+    def guard(self, text: str) -> str:
+        """The text with a mark inside each control token, and at edges that could make one.
+
+        A bare word is not marked even if some token contains it: templates compare such values.
+        """
+        text = self._guard_edges(text)
+        if 0 < len(text) < self._longest and not _WORD.fullmatch(text):
+            return self._guard_middle(text)
+        return text
+
+    def guard_key(self, text: str) -> str:
+        """As guard(), for an object's key: templates look keys up, but also print `<key>`."""
+        return self._guard_middle(self._guard_edges(text))
+
+    def _guard_edges(self, text: str) -> str:
+        while self._find.search(text):  # breaking one may leave another that overlapped it
+            text = self._find.sub(lambda found: found[0][0] + self._mark + found[0][1:], text)
+        reach = range(1, min(self._longest, len(text)) + 1)
+        if any(text[-count:] in self._starts for count in reach):
+            text += self._mark
+        if any(text[:count] in self._ends for count in reach):
+            text = self._mark + text
+        return text
+
+    def _guard_middle(self, text: str) -> str:
+        return self._mark + text if text and any(text in c for c in self._controls) else text
+
+    def guard_all(self, value: object) -> Any:  # Any: the JSON value of the same shape
+        """A JSON value with each of its strings guarded, keys too."""
+        match value:
+            case str():
+                return self.guard(value)
+            case Mapping():
+                return Guarded(self, value)
+            case list() | tuple():
+                return [self.guard_all(item) for item in value]
+            case _:
+                return value
+
+    def split(self, text: str) -> Rendered:
+        """Rendered text as text and control tokens, without marks."""
+        texts: list[str] = []
+        controls: list[str] = []
+        end = 0
+        for found in self._find.finditer(text):
+            texts.append(text[end : found.start()].replace(self._mark, ""))
+            controls.append(found[0])
+            end = found.end()
+        texts.append(text[end:].replace(self._mark, ""))
+        return Rendered(texts, controls)
+
+
+class Guarded(dict[str, Any]):
+    """A JSON object with guarded strings: looked up by callers' keys, printed with marked ones."""
+
+    def __init__(self, marks: Marks, fields: Mapping[str, object]) -> None:
+        super().__init__(
+            (marks.guard_key(key), marks.guard_all(value)) for key, value in fields.items()
+        )
+        self._marks = marks
+
+    def __missing__(self, key: str) -> Any:
+        marked = self._marks.guard_key(str(key))
+        if marked == key:
+            raise KeyError(key)
+        return self[marked]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or super().__contains__(self._marks.guard_key(str(key)))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As dict.get, by the caller's key."""
+        return self[key] if key in self else default
+
+
+class Arguments(Guarded):
+    """A call's arguments for templates that want an object; prints as the text it came from."""
+
+    def __init__(self, marks: Marks, text: str, fields: Mapping[str, object]) -> None:
+        super().__init__(marks, fields)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Template:
+    """One compiled chat template.  The operator wrote it; it still runs in a sandbox."""
+
+    def __init__(self, source: str, marks: Marks, names: Mapping[str, str], objects: bool) -> None:
+        """`names`: bos_token and eos_token.  `objects`: calls' arguments as objects, not text."""
+        # Autoescape is for HTML; a prompt is plain text.
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        env.filters["tojson"] = _to_json
+        env.globals["raise_exception"] = _raise
+        env.globals["strftime_now"] = _now
+        self._template = env.from_string(source)
+        self._marks = marks
+        self._names = dict(names)
+        self._objects = objects
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]],
+        extra: Mapping[str, object],
+    ) -> Rendered:
+        """The prompt up to where the assistant speaks; raise BadRequest if the template refuses."""
+        try:
+            variables = {
+                **self._names,
+                **self._marks.guard_all(extra),
+                "messages": self._messages(messages),
+                "tools": self._marks.guard_all(tools) or None,
+                "add_generation_prompt": True,
+            }
+            text = self._template.render(variables)
+        except _Refusal as error:
+            raise BadRequest(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from None
+        except _UNRENDERABLE:
+            raise BadRequest(
+                "The model's chat template cannot render these messages. Check the order of roles "
+                "and which roles this model knows.",
+                param="messages",
+            ) from None
+        return self._marks.split(text)
+
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, object]]:
+        names: dict[str, str] = {}  # call id -> function, for results that do not say
+        shown: list[dict[str, object]] = []
+        for message in messages:
+            role = _ROLES.get(message.role, message.role)
+            entry: dict[str, object] = {"role": role, "content": self._marks.guard(message.text)}
+            if message.tool_calls:
+                names.update((call.id, call.function.name) for call in message.tool_calls)
+                entry["tool_calls"] = [
+                    self._call(call.id, call.function.name, call.function.arguments)
+                    for call in message.tool_calls
+                ]
+            if message.tool_call_id:
+                entry["tool_call_id"] = self._marks.guard(message.tool_call_id)
+            if name := message.name or names.get(message.tool_call_id or ""):
+                entry["name"] = self._marks.guard(name)
+            shown.append(entry)
+        return shown
+
+    def _call(self, id: str, name: str, arguments: str) -> dict[str, object]:
+        text = self._marks.guard(respaced(arguments or "{}"))
+        given: object = text
+        if self._objects:
+            given = Arguments(self._marks, text, json.loads(arguments or "{}"))
+        function = {"name": name, "arguments": given}
+        return {"id": self._marks.guard(id), "type": "function", "function": function, **function}
+
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def respaced(arguments: str) -> str:
+    """JSON text with white space as `json.dumps` puts it, and every literal as it was.
+
+    The grammar pins a call's arguments to this spacing, so a client that re-spaced them still
+    continues the cached tokens.
+    """
+    out: list[str] = []
+    for lexeme in _LEXEME.findall(arguments):
+        out.append(f"{lexeme} " if lexeme in (",", ":") else lexeme)
+    return "".join(out)
+
+
+class _Refusal(Exception):
+    """The template called raise_exception."""
+
+
+def _raise(said: object) -> NoReturn:
+    raise _Refusal(str(said)[:_SAID_LIMIT])
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(form)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """What templates call tojson: plain JSON, without the HTML escapes of Jinja's own filter."""
+    if isinstance(value, Arguments) and indent is None and separators is None:
+        return value.text
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
