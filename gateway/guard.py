@@ -87,9 +87,13 @@ class StrictConnection(h11.Connection):
                     f"{self._max_headers}. Send fewer."
                 )
             )
-        if b"content-length" in names and b"transfer-encoding" in names:
+        if request.http_version not in (b"1.0", b"1.1"):
+            raise Refusal(_bad("The protocol version is not served. Use HTTP/1.1."))
+        if b"transfer-encoding" in names and (
+            b"content-length" in names or request.http_version == b"1.0"
+        ):
             raise Refusal(
-                _bad("The request has both Content-Length and Transfer-Encoding. Send one of them.")
+                _bad("Transfer-Encoding cannot stand with Content-Length or HTTP/1.0. Send one.")
             )
         if b"\n " in head or b"\n\t" in head:
             raise Refusal(_bad("A header is folded over lines. Send each header on one line."))

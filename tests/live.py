@@ -11,10 +11,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway import app, http
+from gateway import app, http, limits
+from gateway.config import GatewayConfig
 from gateway.state import Gateway
+from tests.scripted import Script, ScriptedLink
 
 
 @dataclass
@@ -89,6 +94,25 @@ def drain(sock: socket.socket) -> bytes:
         while part := sock.recv(65536):
             parts.append(part)
     return b"".join(parts)
+
+
+def gateway(link: ScriptedLink | None = None, **settings: object) -> Gateway:
+    """A gateway over a scripted engine that says "hi", without prompts of its own."""
+    link = link or ScriptedLink(lambda _: Script.say("hi"))
+    return Gateway.open(GatewayConfig(**settings), link, None, "tiny")  # type: ignore[arg-type]
+
+
+def with_echo(one: Gateway, ran: list[bytes]) -> ASGIApp:
+    """The gateway's app plus POST /echo, which reads bodies as endpoints do, into `ran`."""
+
+    async def echo(request: Request) -> Response:
+        body = await limits.read_body(request)
+        ran.append(body)
+        return Response(body, media_type="application/json")
+
+    built = app.build(one)
+    built.router.routes.append(Route("/echo", echo, methods=["POST"]))
+    return built
 
 
 @contextlib.contextmanager
