@@ -61,10 +61,18 @@ class Masks:
                 drafted.append((state.matcher, row, list(drafts[:legal])))
             else:
                 plain.append((state.matcher, row))
-        # llguidance sets the stop ids of a row exactly when that row's state is accepting, also when
-        # the grammar is closed there.  Its draft call refuses an empty draft: hence two calls.
+        # llguidance sets the stop ids of a row exactly when that row's state is accepting, also
+        # when the grammar is closed there.  Its draft call refuses empty drafts: hence two calls.
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, self._rows)
         if plain:
             fill_next_token_bitmask_par(self._executor, plain, self._rows)
+        self._close_broken(requests)
         return self._tensor if rows is None else self._tensor[:rows]
+
+    def _close_broken(self, requests: Sequence[Request]) -> None:
+        """Zero the rows of matchers that hit a limit: llguidance leaves them a stop id, as if done."""
+        for i, (_, state, _) in enumerate(requests):
+            if state.broken:
+                self._rows[self._used[i]] = 0
+                self.legal[i] = 0

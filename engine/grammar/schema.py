@@ -45,6 +45,7 @@ class Checked:
 
     schema: Node
     dropped: tuple[Dropped, ...]
+    size: int  # arrays and objects in the text that was checked
 
 
 def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "object") -> Checked:
@@ -55,7 +56,7 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     """
     if root == "object" and (schema is None or schema == {}):
         schema = {"type": "object", "properties": {}}
-    _measure(schema)
+    size = _measure(schema)
     if not isinstance(schema, dict):
         raise BadSchema("invalid_schema", "A schema must be a JSON object.", "", "type")
     modern = _modern(schema)
@@ -66,11 +67,11 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     document = Cleaner(modern, strict, dropped).run()
     _check_cycles(document)
     _settle(document, strict, root, dropped)
-    return Checked(document.root, tuple(dropped))
+    return Checked(document.root, tuple(dropped), size)
 
 
-def _measure(schema: object) -> None:
-    """Refuse what is too deep or too large before anything recursive sees it."""
+def _measure(schema: object) -> int:
+    """Count arrays and objects; refuse what is too deep or large before recursion meets it."""
     nodes = values = text = 0
     stack: list[tuple[object, int, str]] = [(schema, 1, "")]
     while stack:
@@ -95,6 +96,7 @@ def _measure(schema: object) -> None:
             raise _too_big("large", f"{ENUM_LIMIT:,} enum values")
         if text > TEXT_LIMIT:
             raise _too_big("large", f"{TEXT_LIMIT:,} characters of names and values")
+    return nodes
 
 
 def _too_big(how: str, limit: str) -> BadSchema:

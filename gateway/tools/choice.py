@@ -20,6 +20,7 @@ from gateway.tools import Choice, Format, Tool
 from gateway.tools.finished import complaint
 
 TOOLS_LIMIT = 128
+SIZE_LIMIT = 20_000  # arrays and objects in the schemas of all tools: about 2 s of checking
 REMEMBERED = 256 * 1024  # bytes; larger tool lists are checked again every time
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
@@ -157,11 +158,15 @@ def _check_tools(raw: bytes) -> _Checked:
     dropped: list[tuple[str, Dropped]] = []
     relaxed: list[tuple[str, Any]] = []
     seen: set[str] = set()
+    size = 0
     for i, tool in enumerate(parsed):
         function = _function(i, tool, seen)
         param = f"tools[{i}].function.parameters"
         strict = bool(function.strict)
         found = _check(f"function {function.name!r}", param, function.parameters, strict, "object")
+        size += found.size
+        if size > SIZE_LIMIT:
+            raise _bad(param, f"All schemas together may hold {SIZE_LIMIT:,} objects. Send fewer.")
         tools.append(Tool(function.name, function.description or "", found.schema, strict))
         dropped += ((param, gone) for gone in found.dropped)
         if found.dropped:
@@ -222,7 +227,7 @@ def _answer(raw: bytes) -> Checked | None:
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return Checked({"type": "object"}, ())
+        return Checked({"type": "object"}, (), 1)
     if wanted.type != "json_schema":
         raise _bad(
             "response_format.type",
