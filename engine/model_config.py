@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+from engine.models import MODELS
+
 ROPE_KINDS = ("linear", "llama3")  # and "default", which is no scaling
 LIMIT = 1 << 31  # no dimension of a model we can run is above this
 
@@ -72,9 +73,9 @@ class ModelConfig:
 
 def known_architecture(name: str) -> str:
     """Return `name` when we can run it; raise BadCheckpoint naming it and the ones we can."""
-    if name not in ARCHITECTURES:
+    if name not in MODELS:
         raise BadCheckpoint(
-            f"The model's architecture is {name}; this engine runs {', '.join(ARCHITECTURES)}. "
+            f"The model's architecture is {name:.80}; this engine runs {', '.join(MODELS)}. "
             "Choose another model, or add a file to engine/models/.")
     return name
 
@@ -88,8 +89,8 @@ def from_config_json(config: Mapping[str, object]) -> ModelConfig:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise BadCheckpoint(
-            f"config.json's architectures is {names!r:.80}; it must name exactly one, such as "
-            f"[\"{ARCHITECTURES[0]}\"].")
+            f"config.json's architectures is {names!r:.80}; it must name exactly one of "
+            f"{', '.join(MODELS)}.")
     architecture = known_architecture(names[0])
     _refuse_unknown(config)
     heads = _int(config, "num_attention_heads")

@@ -1,10 +1,39 @@
-"""Put the repository's root on the path, so that tests run without an install.  Starts nothing."""
+"""Put the repository's root on the path, and skip what this machine cannot run.  Starts nothing."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `model` or `gpu` with a sentence that says how to run them."""
+    if item.get_closest_marker("model") and (why := _no_model()):
+        pytest.skip(f"needs the real SmolLM2: {why}")
+    if item.get_closest_marker("gpu") and _no_gpu():
+        pytest.skip("needs a CUDA device: run `pytest -m gpu` on a machine that has one")
+
+
+@functools.cache
+def _no_model() -> str:
+    from engine.checkpoint import BadCheckpoint, open_checkpoint  # only when a test asks for it
+
+    try:
+        open_checkpoint("smollm2")
+    except BadCheckpoint as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def _no_gpu() -> bool:
+    import torch  # seconds: only when a test asks for it
+
+    return not torch.cuda.is_available()
