@@ -24,6 +24,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
+from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.config import EngineConfig
 from engine.messages import (
     Abort,
     BadFrame,
@@ -265,23 +269,36 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def command(config: EngineConfig) -> tuple[list[str], dict[str, str]]:
+    """The command line (without --socket and --parent) and the environment of an engine process."""
+    # -P and a path of our own: an `engine` folder where the user happens to stand is not ours.
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return (
+        [sys.executable, "-P", "-m", "engine.server",
+         "--config", msgspec.json.encode(config).decode()],
+        {**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+
+
+def make(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
+    """The engine that serves this model; loads torch and the weights."""
+    from engine.loop import Engine  # late: scripted engines and the gateway's process need no torch
+
+    engine: Stepping = Engine(config, checkpoint)
+    return engine
+
+
 def main() -> int:
     """`python -m engine.server --socket PATH --config JSON`: serve the configured model."""
     parser = arguments(argparse.ArgumentParser(prog="engine.server", description=__doc__))
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     given = parser.parse_args()
 
+    config = msgspec.json.decode(given.config, type=EngineConfig)
+
     def build() -> Stepping:
-        # Late: the loop imports torch, which scripted engines (and their tests) never need.
-        import msgspec
-
-        from engine.checkpoint import open_checkpoint
-        from engine.config import EngineConfig
-        from engine.loop import Engine
-
-        config = msgspec.json.decode(given.config, type=EngineConfig)
-        engine: Stepping = Engine(config, open_checkpoint(config.model))
-        return engine
+        return make(config, open_checkpoint(config.model, config.revision))
 
     return launch(build, given.socket, given.parent)
 

@@ -112,9 +112,15 @@ class Link(Protocol):
     """One engine, as the gateway sees it.  All methods run on the event loop."""
 
     hello: Hello | None  # None until the engine is ready
-    stats: Stats  # the newest snapshot
-    stats_age_s: float  # seconds since it arrived; the engine's heartbeat
     restarts: int
+
+    @property
+    def stats(self) -> Stats:
+        """The newest snapshot."""
+
+    @property
+    def stats_age_s(self) -> float:
+        """Seconds since the engine was heard of: its heartbeat."""
 
     async def start(self) -> None:
         """Begin to connect; return at once."""

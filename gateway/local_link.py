@@ -34,11 +34,20 @@ STOP_S = 10.0  # how long stop() waits for the step that runs
 class LocalLink:
     """A Link whose engine `build()` makes, on a thread of this process."""
 
-    def __init__(self, build: Callable[[], Stepping]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Stepping],
+        *,
+        on_ready: Callable[[Hello], None] | None = None,
+        on_down: Callable[[str], None] | None = None,
+    ) -> None:
+        """The callbacks run on the event loop: the engine is ready; it ended by itself, and why."""
         self.hello: Hello | None = None
         self.restarts = 0
         self.down = ""  # why the engine ended, when it did
         self._build = build
+        self._on_ready = on_ready
+        self._on_down = on_down
         self._boxes = Mailboxes()
         self._engine: Stepping | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -126,6 +135,8 @@ class LocalLink:
         self.hello = engine.hello
         self._heard = time.monotonic()
         self._settled.set()
+        if self._on_ready is not None:
+            self._on_ready(engine.hello)
 
     def _deliver(self, replies: list[ToGateway]) -> None:
         self._heard = time.monotonic()
@@ -133,7 +144,9 @@ class LocalLink:
 
     def _lost(self, why: str) -> None:
         self.hello = None
-        self.down = self.down or why
         self._settled.set()
+        if self._on_down is not None and not self.down and not self._stopping.is_set():
+            self._on_down(why)
+        self.down = self.down or why
         for box in self._boxes.running():
             box.fail(EngineLost(self.down))

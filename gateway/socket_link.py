@@ -16,7 +16,7 @@ import tempfile
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,15 +65,21 @@ class SocketLink:
         self,
         command: Sequence[str],
         supervision: Supervision | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        on_ready: Callable[[Hello], None] | None = None,
         on_down: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_down` hears why, once, when no further restart will be tried."""
+        """`environment` of the process; None = ours.  `on_ready` is called for each engine that is
+        ready, `on_down` once, with why, when no further restart will be tried."""
         self.hello: Hello | None = None
         self.restarts = 0
         self.down = ""  # why it stays down, when it does
         self.process: Process | None = None
         self._command = tuple(command)
         self._rules = supervision or Supervision()
+        self._environment = environment
+        self._on_ready = on_ready
         self._on_down = on_down
         self._boxes = Mailboxes()
         self._wire: Wire | None = None
@@ -167,7 +173,7 @@ class SocketLink:
         # Its own process group: Ctrl-C in the terminal reaches the gateway only, which then drains.
         process = self.process = await asyncio.create_subprocess_exec(
             *self._command, "--socket", str(path), "--parent", str(os.getpid()),
-            start_new_session=True,
+            start_new_session=True, env=self._environment,
         )
         self._heard = time.monotonic()
         exited = asyncio.ensure_future(process.wait())
@@ -245,6 +251,8 @@ class SocketLink:
         else:
             self.hello = hello
             self._settled.set()
+            if self._on_ready is not None:
+                self._on_ready(hello)
             waiting, self._waiting = self._waiting, {}
             for mailbox in waiting.values():
                 self._sent_again.add(mailbox.submit.id)

@@ -1,0 +1,67 @@
+"""Small looks at one layer from the command line: tokens, blocks, a report.  Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from cache.prefix import BLOCK, chain, root
+
+
+def show_tokens(tokenizer_json: str, text: str) -> None:
+    """Print id, piece and text of every token."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    table = Table("position", "id", "piece", "text", box=None)
+    for position, (id, piece) in enumerate(zip(encoding.ids, encoding.tokens, strict=True)):
+        table.add_row(str(position), str(id), repr(piece), repr(tokenizer.decode([id], False)))
+    console = Console(soft_wrap=True, markup=False)
+    console.print(table)
+    console.print(f"{len(encoding.ids):,} tokens, {len(text):,} characters", highlight=False)
+
+
+def show_blocks(tokenizer_json: str, text: str, other: str | None) -> None:
+    """Print the key of each full block, and whether `other`'s blocks would give it."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    known = [] if other is None else tokenizer.encode(other, add_special_tokens=False).ids
+    parent = root(b"")
+    keys, warm = chain(parent, ids), chain(parent, known)
+    hits = common(keys, warm)
+    table = Table("block", "tokens", "key", "begins", "cache", box=None)
+    for index, key in enumerate(keys):
+        start = index * BLOCK
+        begins = tokenizer.decode(ids[start : start + 8], False)
+        state = "" if other is None else ("hit" if index < hits else "miss")
+        table.add_row(
+            str(index), f"{start}..{start + BLOCK - 1}", key.hex()[:16], repr(begins), state
+        )
+    console = Console(soft_wrap=True, markup=False)
+    console.print(table)
+    tail = len(ids) - len(keys) * BLOCK
+    said = f"{len(ids):,} tokens = {len(keys)} full blocks of {BLOCK} and {tail} left over"
+    if other is not None:
+        said += f"; {hits * BLOCK:,} tokens would come from the cache"
+    console.print(said, highlight=False)
+
+
+def common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """How many leading keys are equal."""
+    for index, (one, two) in enumerate(zip(first, second, strict=False)):
+        if one != two:
+            return index
+    return min(len(first), len(second))
+
+
+def show_report(rows: Iterable[tuple[str, str, bool]]) -> bool:
+    """Print (what, value, fine); return whether all of it is fine."""
+    table = Table("", "what", "value", box=None)
+    good = True
+    for what, value, fine in rows:
+        table.add_row("[green]ok[/green]" if fine else "[red]no[/red]", what, value)
+        good = good and fine
+    Console(soft_wrap=True).print(table)
+    return good

@@ -1,0 +1,386 @@
+"""Slipstream's front door: the public API, the command line, the wiring.  Does no work of its own.
+
+Each name and each command belongs to a room and is imported when it is used: `--help` stays quick,
+and the gateway's process never loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cache.config import CacheConfig
+from engine.config import EngineConfig
+from gateway.config import GatewayConfig
+from gateway.options import SHOWN, Sections
+
+if TYPE_CHECKING:
+    from engine.checkpoint import Checkpoint
+    from engine.messages import Hello, Stepping
+    from gateway.events import Event
+    from gateway.inside import Inside
+    from gateway.link import Link
+    from gateway.state import Gateway
+
+__all__ = ["Slipstream", "main", "serve"]
+
+log = logging.getLogger("slipstream")
+
+SETTINGS = Sections(
+    {"gateway": GatewayConfig(), "engine": EngineConfig(model=""), "cache": CacheConfig()},
+    SHOWN,
+    frozenset({"engine.model", "engine.served_name", "engine.cache"}),
+)
+
+
+# -- wiring
+
+
+def open_gateway(
+    checkpoint: Checkpoint, config: GatewayConfig, engine: EngineConfig, link: Link, parser: str
+) -> Gateway:
+    """The gateway for a model, over a link to whatever serves it."""
+    from gateway.prompt import Prompts
+    from gateway.state import Gateway
+    from gateway.tools import pick
+
+    prompts = Prompts(
+        checkpoint.tokenizer_json,
+        checkpoint.chat_template,
+        max_len=engine.max_len or checkpoint.config.max_len,
+        format=pick(checkpoint.chat_template, parser or None),
+        add_bos=checkpoint.add_bos,
+        bos_id=checkpoint.bos_id,
+        stop_ids=checkpoint.stop_ids,
+    )
+    return Gateway.open(config, link, prompts, engine.served_name)
+
+
+def serve(
+    model: str,
+    gateway: GatewayConfig | None = None,
+    engine: EngineConfig | None = None,
+    *,
+    tool_call_parser: str = "",
+    in_process: bool = False,
+) -> int:
+    """Serve `model` until a signal has drained the server; return the exit code.
+
+    0 = drained, 1 = the engine stays down, 98 = the port is taken.  `in_process` runs the engine on
+    a thread of this process (for a debugger) instead of in one of its own, which can be restarted.
+    """
+    from gateway import http
+    from gateway.banner import Boot
+
+    boot = Boot()
+    config = (gateway or GatewayConfig()).check()
+    settings = _with_model(engine or EngineConfig(model=""), model).check()
+    try:
+        sock = http.bind(config.host, config.port, config.backlog)  # before anything slow
+    except http.PortTaken as error:
+        log.error("%s", error.strerror)
+        return http.EXIT_PORT_TAKEN
+    boot.done("listening")
+    with sock:
+        from engine.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(model, settings.revision)
+        boot.done("tokenizer, config")
+
+        def on_ready(hello: Hello) -> None:
+            boot.ready(hello, checkpoint, settings, sock.getsockname(), opened)
+
+        def on_down(why: str) -> None:
+            log.error("%s", why)
+            failed.append(why)
+            server.begin_drain(0.0)
+
+        failed: list[str] = []
+        link = _link(settings, checkpoint, in_process, on_ready, on_down)
+        opened = open_gateway(checkpoint, config, settings, link, tool_call_parser)
+        from gateway.app import build
+
+        server = http.server(build(opened), opened)
+        boot.done("gateway")
+        server.run(sockets=[sock])
+    return 1 if failed else 0
+
+
+def _make_engine(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
+    from engine.server import make  # where the process makes its own, so that both are the same
+
+    return make(config, checkpoint)
+
+
+def _with_model(engine: EngineConfig, model: str) -> EngineConfig:
+    import msgspec
+
+    from gateway.banner import shown_name
+
+    return msgspec.structs.replace(engine, model=model, served_name=shown_name(model))
+
+
+def _link(
+    settings: EngineConfig, checkpoint: Checkpoint, in_process: bool, on_ready: Any, on_down: Any
+) -> Link:
+    if in_process:
+        from gateway.local_link import LocalLink
+
+        build = partial(_make_engine, settings, checkpoint)
+        return LocalLink(build, on_ready=on_ready, on_down=on_down)
+    from engine.server import command
+    from gateway.socket_link import SocketLink
+
+    made, environment = command(settings)
+    return SocketLink(made, environment=environment, on_ready=on_ready, on_down=on_down)
+
+
+class Slipstream:
+    """A model in this process, with the same endpoints, checks and cache as the server.
+
+        with Slipstream("smollm2") as llm:
+            for event in llm.chat([{"role": "user", "content": "Hello"}]):
+                ...
+    """
+
+    def __init__(
+        self,
+        model: str,
+        engine: EngineConfig | None = None,
+        gateway: GatewayConfig | None = None,
+        *,
+        tool_call_parser: str = "",
+    ) -> None:
+        """Nothing is loaded yet; raise BadConfig or ConfigError."""
+        self.engine = _with_model(engine or EngineConfig(model=""), model).check()
+        self.config = (gateway or GatewayConfig()).check()
+        self._parser = tool_call_parser
+        self._inside: Inside | None = None
+        self._model = ""
+
+    def __enter__(self) -> Slipstream:
+        """Load the model; raise BadCheckpoint, or EngineLost with what went wrong."""
+        from engine.checkpoint import open_checkpoint
+        from gateway.app import build
+        from gateway.inside import Inside
+        from gateway.local_link import LocalLink
+
+        checkpoint = open_checkpoint(self.engine.model, self.engine.revision)
+        link = LocalLink(partial(_make_engine, self.engine, checkpoint))
+        gateway = open_gateway(checkpoint, self.config, self.engine, link, self._parser)
+        self._model = gateway.model
+        self._inside = Inside(build(gateway))
+        self._inside.open()
+        try:
+            self._inside.wait(link.ready())
+        except BaseException:
+            self._inside.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the engine."""
+        if self._inside is not None:
+            self._inside.close()
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, session: str = "", **fields: Any
+    ) -> Iterator[Event]:
+        """Stream the answer to a conversation as events; raise RequestFailed.
+
+        `messages` and `fields` are those of OpenAI's chat endpoint; `session` keeps the cache warm
+        between the turns of one conversation.  Leaving the iteration early stops the model.
+        """
+        from gateway.inside import events, frames
+
+        return events(frames(self._post({"messages": list(messages), **fields, "stream": True},
+                                        session)))
+
+    def complete(
+        self, messages: Sequence[Mapping[str, Any]], *, session: str = "", **fields: Any
+    ) -> dict[str, Any]:
+        """The whole answer as OpenAI's `chat.completion` object; raise RequestFailed."""
+        body = {"messages": list(messages), **fields, "stream": False}
+        answer: dict[str, Any] = json.loads(b"".join(self._post(body, session)))
+        return answer
+
+    def _post(self, body: dict[str, Any], session: str) -> Iterator[bytes]:
+        if self._inside is None:
+            raise RuntimeError("The model is not loaded; use `with Slipstream(...) as llm:`.")
+        headers = {"x-session-affinity": session} if session else {}
+        return self._inside.post("/v1/chat/completions", {"model": self._model, **body}, headers)
+
+
+# -- command line
+
+
+@click.group(epilog="Every option of `serve` has an environment twin: --max-model-len is "
+                    "SLIPSTREAM_MAX_MODEL_LEN.")
+@click.version_option(package_name="slipstream-serve")
+def cli() -> None:
+    """One server for agents: streamed tool calls that are always valid JSON, warm sessions.
+
+    \b
+    First steps:
+      slipstream doctor
+      slipstream serve smollm2
+      slipstream chat smollm2
+    """
+
+
+@cli.command("serve")
+@click.argument("model")
+@SETTINGS.options
+@click.option("--tool-call-parser", default="", help="Tool call layout.  [default: the model's]",
+              envvar="SLIPSTREAM_TOOL_CALL_PARSER")
+@click.option("--in-process", is_flag=True, help="Engine on a thread here, for a debugger.")
+@click.option("--print-config", is_flag=True, help="Show every setting and its source, and exit.")
+@click.pass_context
+def serve_command(
+    context: click.Context, /, model: str, tool_call_parser: str, in_process: bool,
+    print_config: bool, **values: Any,
+) -> None:
+    """Serve MODEL over OpenAI's API: a folder, a .gguf file, a hub id, or `smollm2`.
+
+    \b
+    Examples:
+      slipstream serve smollm2
+      slipstream serve ./llama --port 9000 --max-model-len 8192 --api-key-file keys.txt
+      SLIPSTREAM_PORT=9000 slipstream serve smollm2 --config server.toml --print-config
+    """
+    for sentence in SETTINGS.unknown_environment():
+        click.echo(f"warning: {sentence}", err=True)
+    if print_config:
+        from gateway.banner import settings_table
+
+        settings_table(SETTINGS.sources(context))
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    import msgspec
+
+    made = SETTINGS.build(values)
+    engine = msgspec.structs.replace(made["engine"], cache=made["cache"])
+    sys.exit(serve(model, made["gateway"], engine, tool_call_parser=tool_call_parser,
+                   in_process=in_process))
+
+
+@cli.command()
+@click.argument("model", default="smollm2")
+@click.option("--url", help="Talk to this server (…/v1) instead of loading the model here.")
+@click.option("--max-tokens", default=400, show_default=True, help="Of one answer.")
+def chat(model: str, url: str | None, max_tokens: int) -> None:
+    """Talk to MODEL in the terminal.
+
+    \b
+    Examples:
+      slipstream chat smollm2
+      slipstream chat smollm2 --url http://127.0.0.1:8000/v1
+    """
+    from gateway.terminal import converse, remote
+
+    if url:
+        converse(remote(url, model, max_tokens), f"{model} at {url}")
+        return
+    with Slipstream(model) as llm:
+        converse(lambda messages: llm.chat(messages, session="chat", max_tokens=max_tokens), model)
+
+
+@cli.command()
+@click.argument("model", default="smollm2")
+def doctor(model: str) -> None:
+    """Report what an issue needs: versions, CPU, memory, disk, port, whether MODEL is found.
+
+    \b
+    Example:
+      slipstream doctor smollm2
+    """
+    from engine.doctor import report
+    from gateway.poke import show_report
+
+    sys.exit(0 if show_report(report(model)) else 1)
+
+
+@cli.command()
+@click.argument("text")
+@click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer.")
+def tokens(text: str, model: str) -> None:
+    """Show the token ids of TEXT and what each one stands for.
+
+    \b
+    Example:
+      slipstream tokens "Hello, world"
+    """
+    from engine.checkpoint import open_checkpoint
+    from gateway.poke import show_tokens
+
+    show_tokens(open_checkpoint(model).tokenizer_json, text)
+
+
+@cli.command()
+@click.argument("prompt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--other", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="A prompt served before: shows which blocks would hit.")
+@click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer.")
+def blocks(prompt: Path, other: Path | None, model: str) -> None:
+    """Show the cache blocks of a PROMPT file: their keys, and which of them would hit.
+
+    \b
+    Example:
+      slipstream blocks prompt.txt --other yesterday.txt
+    """
+    from engine.checkpoint import open_checkpoint
+    from gateway.poke import show_blocks
+
+    before = other.read_text() if other else None
+    show_blocks(open_checkpoint(model).tokenizer_json, prompt.read_text(), before)
+
+
+@cli.command()
+@click.argument("what", type=click.Choice(["decode", "prefill", "gateway"]))
+@click.argument("model", default="smollm2")
+@click.option("--seconds", default=4.0, show_default=True, help="Of each measurement, about.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"),
+              show_default=True, help="Folder; one JSON line is added to a file there.")
+def bench(what: str, model: str, seconds: float, out: Path) -> None:
+    """Measure a layer beside its limit.
+
+    \b
+    Examples:
+      slipstream bench decode smollm2      ms a step, tok/s, % of what memory allows
+      slipstream bench prefill smollm2     tok/s by prompt length
+      slipstream bench gateway             HTTP and SSE over a scripted engine
+    """
+    if what == "gateway":
+        from gateway.bench import measure
+
+        measure(seconds, out)
+        return
+    from engine.bench import decode, prefill
+
+    from engine.checkpoint import open_checkpoint
+
+    config = _with_model(EngineConfig(model=""), model)
+    (decode if what == "decode" else prefill)(config, open_checkpoint(model), seconds, out)
+
+
+def main() -> None:
+    """The `slipstream` command; a caller's mistake is one sentence and exit code 2."""
+    from engine.model_config import BadCheckpoint
+    from gateway.link import EngineLost
+
+    try:
+        cli()
+    except (BadCheckpoint, EngineLost, ValueError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
