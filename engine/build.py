@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,7 @@ from engine.attention import BACKENDS
 from engine.config import BadConfig, EngineConfig
 from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
-from engine.messages import PROTOCOL, Hello
+from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
 from engine.runner import Runner
 from engine.weights import load
@@ -89,7 +89,7 @@ def build(
     return Parts(
         hello=Hello(
             PROTOCOL, config.served_name or checkpoint.name, shape.vocab, max_len, BLOCK, blocks,
-            list(checkpoint.stop_ids), metadata.version("slipstream-serve"),
+            list(checkpoint.stop_ids), VERSION,
         ),
         runner=Runner(model, pages, attention, device, head, config.max_drafts),
         pool=pool,

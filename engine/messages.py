@@ -12,7 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-PROTOCOL = 1
+VERSION = "0.1.0"  # of Slipstream
+PROTOCOL = 1  # of these messages
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a 32 MiB body never makes a longer prompt than this
 
 

@@ -63,16 +63,15 @@ class Runner:
         self.head = head
         self.max_drafts = max_drafts
         self._flights: deque[Flight] = deque()
-        layers, slots = pages.data.shape[:2]
-        self._by_block = pages.data.view(layers, slots // pages.size, -1)
         if head is not None:
-            head.reserve(slots // pages.size, pages.size, pages.data.dtype, device)
+            head.reserve(pages.blocks, pages.size, pages.data.dtype, device)
 
     @property
     def lookahead(self) -> int:
         """Slots that a sequence needs beyond its wanted tokens: the device draft writes ahead."""
         return self.max_drafts + 1 if self.head is not None else 0
 
+    @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Start the forward pass of a plan."""
         for source, target in plan.copies:
@@ -81,7 +80,7 @@ class Runner:
                 self.head.copy(source, target)
         if plan.fresh:
             # A block's stale tail is masked, but masked times NaN is NaN: hand out clean pages.
-            self._by_block.index_fill_(1, torch.tensor(plan.fresh, device=self.device), 0)
+            self.pages.clear(plan.fresh)
         batch = pack(plan.rows, self.pages.size, self.device)
         self.attention.prepare(batch)
         hidden = self.model.forward(batch, self.pages.data, self.attention)
@@ -93,6 +92,7 @@ class Runner:
         """Hand over what the host computed while the forward pass ran."""
         flight.masks = masks
 
+    @torch.inference_mode()
     def settle(self, flight: Flight) -> None:
         """Draw every wanted row's token; let the device draft consume and guess."""
         rows = [row for share in flight.plan.rows if share.last for row in _sample_rows(share)]

@@ -1,7 +1,7 @@
 """Attention over paged KV: the protocol and its backends.  Imports none of them until asked.
 
-A backend prepares once a step and runs once a layer.  Pages are [slots, 2 * kv_heads, head_dim], keys
-first; slot = block id * block size + offset.
+A backend prepares once a step and runs once a layer.  A layer's pages are
+[blocks, 2, size, kv_heads, head_dim], keys before values; slot = block id * size + offset.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Attention(Protocol):
     def prepare(self, batch: Batch) -> None:
         """Build what all layers of this step share: indices and masks."""
 
-    def run(self, query: Tensor, keys_values: Tensor, pages: Tensor) -> Tensor:
-        """Write the new `keys_values` [N, 2 * kv_heads, head_dim] to their slots, then attend.
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, pages: Tensor) -> Tensor:
+        """Write the new keys and values [N, kv_heads, head_dim] to their slots, then attend.
 
-        `query` is [N, heads, head_dim]; the result is [N, heads * head_dim].
+        `query` is [N, heads, head_dim], `pages` one layer's; the result is [N, heads * head_dim].
         """

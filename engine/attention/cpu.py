@@ -2,8 +2,9 @@
 
 Rows of a few tokens (decode, verification) are gathered into one padded batch and computed by two batched
 products a layer.  The query heads of a KV head stand side by side in a block-diagonal query, so that the
-gathered [tokens, kv_heads * head_dim] is used as it lies: no per-head copies, no per-token loop.  Rows of
-a prompt chunk run one by one, with the triangular mask only on the chunk's own columns.
+gathered [tokens, kv_heads * head_dim] is used as it lies: no per-head copies, no per-token loop.  (That
+keys and values are contiguous after the gather is worth a factor of three; hence the pages' layout.)
+Rows of a prompt chunk run one by one, with the triangular mask only on the chunk's own columns.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class _Group:
 
     flat: Tensor | None  # [B * R] flat tokens, rows padded by repeating their first; None = all of them
     back: Tensor | None  # [tokens] where each flat token's result lies in [B * R]; None = as it is
-    blocks: Tensor  # [B * blocks] page ids, padded by repeating the last
+    keys: Tensor  # [B * blocks] half-page ids, padded by repeating the last
+    values: Tensor
     mask: Tensor  # [B, R, 1, context] 0 or -inf
     rows: int  # B
     width: int  # R
@@ -40,7 +42,8 @@ class _Chunk:
     begin: int  # in the flat axis
     count: int
     start: int  # position of its first token
-    blocks: Tensor  # page ids
+    keys: Tensor  # half-page ids
+    values: Tensor
     mask: Tensor  # [count, count] 0 or -inf above the diagonal
 
 
@@ -60,13 +63,15 @@ class CpuAttention:
         self._select = (select.to(dtype) * self.scale).repeat_interleave(head_dim, dim=1)
         self._groups: list[_Group] = []
         self._chunks: list[_Chunk] = []
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._key_rows = self._value_rows = torch.empty(0, dtype=torch.int64)
 
     # ---- once a step -----------------------------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
         """Group the short rows by context length; build every mask."""
-        self._slots = batch.slots
+        # A block's page is its keys, then its values: row = block * 2 * size + offset (+ size).
+        self._key_rows = batch.slots + batch.slots // self.size * self.size
+        self._value_rows = self._key_rows + self.size
         begins = [0]
         for count in batch.counts:
             begins.append(begins[-1] + count)
@@ -83,16 +88,15 @@ class CpuAttention:
             self._group(batch, rows, begins, whole=alone and len(groups) == 1) for rows in groups
         ]
         self._chunks = [
-            _Chunk(
-                begins[i],
-                count,
-                batch.starts[i],
-                torch.tensor(batch.tables[i]),
-                torch.full((count, count), -torch.inf, dtype=self.dtype).triu_(1),
-            )
+            self._chunk(batch.tables[i], begins[i], count, batch.starts[i])
             for i, count in enumerate(batch.counts)
             if count > SHORT
         ]
+
+    def _chunk(self, table: list[int], begin: int, count: int, start: int) -> _Chunk:
+        halves = torch.tensor(table) * 2
+        future = torch.full((count, count), -torch.inf, dtype=self.dtype).triu_(1)
+        return _Chunk(begin, count, start, halves, halves + 1, future)
 
     def _group(self, batch: Batch, rows: list[int], begins: list[int], *, whole: bool) -> _Group:
         if whole:  # a pure decode step keeps the flat order, and needs no index at all
@@ -112,10 +116,12 @@ class CpuAttention:
         seen = columns <= torch.tensor(limits)[:, :, None, None]
         mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)
         plain = whole and all(batch.counts[i] == width for i in rows)
+        halves = torch.tensor(table).view(-1) * 2
         return _Group(
             flat=None if plain else torch.tensor(flat),
             back=None if plain else torch.tensor(back),
-            blocks=torch.tensor(table).view(-1),
+            keys=halves,
+            values=halves + 1,
             mask=mask,
             rows=len(rows),
             width=width,
@@ -123,11 +129,14 @@ class CpuAttention:
 
     # ---- once a layer ----------------------------------------------------------------------------
 
-    def run(self, query: Tensor, keys_values: Tensor, pages: Tensor) -> Tensor:
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, pages: Tensor) -> Tensor:
         """Write the new keys and values, then attend; see the protocol for shapes."""
-        pages.index_copy_(0, self._slots, keys_values)
+        inner = self.kv_heads * self.head_dim
+        rows_of = pages.view(-1, inner)
+        rows_of.index_copy_(0, self._key_rows, keys.reshape(-1, inner))
+        rows_of.index_copy_(0, self._value_rows, values.reshape(-1, inner))
         out: Tensor | None = None
-        paged = pages.view(-1, self.size, 2 * self.kv_heads * self.head_dim)
+        paged = pages.view(-1, self.size * inner)  # half pages
         for group in self._groups:
             if group.flat is None:
                 return self._run_group(query, paged, group)
@@ -148,8 +157,8 @@ class CpuAttention:
         rows, width, heads = group.rows, group.width, self.heads
         inner = self.kv_heads * self.head_dim
         context = group.mask.shape[-1]
-        gathered = paged.index_select(0, group.blocks).view(rows, context, 2 * inner)
-        keys, values = gathered[..., :inner], gathered[..., inner:]
+        keys = paged.index_select(0, group.keys).view(rows, context, inner)
+        values = paged.index_select(0, group.values).view(rows, context, inner)
         spread = query.repeat(1, 1, self.kv_heads).mul_(self._select)
         scores = torch.bmm(spread.view(rows, width * heads, inner), keys.transpose(1, 2))
         scores = scores.view(rows, width, heads, context).add_(group.mask)
@@ -162,10 +171,9 @@ class CpuAttention:
     def _run_chunk(self, query: Tensor, paged: Tensor, chunk: _Chunk) -> Tensor:
         count, kv_heads, dim = chunk.count, self.kv_heads, self.head_dim
         context = chunk.start + count
-        shape = (-1, 2 * kv_heads, dim)
-        gathered = paged.index_select(0, chunk.blocks).view(shape)[:context]
-        keys = gathered[:, :kv_heads].permute(1, 2, 0)  # [kv_heads, dim, context]
-        values = gathered[:, kv_heads:].transpose(0, 1)  # [kv_heads, context, dim]
+        shape = (-1, kv_heads, dim)
+        keys = paged.index_select(0, chunk.keys).view(shape)[:context].permute(1, 2, 0)
+        values = paged.index_select(0, chunk.values).view(shape)[:context].transpose(0, 1)
         packed = query.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3) * self.scale
         scores = torch.bmm(packed.reshape(kv_heads, -1, dim), keys)
         square = scores.view(kv_heads, -1, count, context)[..., chunk.start :]

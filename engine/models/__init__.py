@@ -21,7 +21,7 @@ class Model(Protocol):
     """A decoder over a flat token axis."""
 
     def forward(self, batch: Batch, pages: Tensor, attention: Attention) -> Hidden:
-        """Run all layers; writes KV into `pages` [layers, slots, 2 * kv_heads, head_dim]."""
+        """Run all layers; writes KV into `pages` [layers, blocks, 2, size, kv_heads, head_dim]."""
 
     def logits(self, rows: Tensor) -> Tensor:
         """[R, hidden] final states to [R, vocab] logits."""

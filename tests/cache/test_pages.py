@@ -16,13 +16,22 @@ def pages(dtype=torch.float32, **more):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_layer_is_a_view_with_one_row_a_slot(dtype):
+def test_a_blocks_keys_lie_together_and_so_do_its_values(dtype):
     made = pages(dtype)
-    made.layer(1)[2 * 4 + 3].fill_(7)
-    assert made.layer(1).shape == (20, 4, 8) and made.layer(1).is_contiguous()
-    assert (made.data[1, 11] == 7).all() and made.data.dtype == dtype
+    assert made.data.shape == (3, 5, 2, 4, 2, 8) and made.data.is_contiguous()
+    halves = made.data[1].view(5 * 2, 4 * 2 * 8)  # what attention gathers: block * 2 (+ 1)
+    halves[2 * 2 + 1].fill_(7)
+    assert (made.data[1, 2, 1] == 7).all() and made.data.dtype == dtype
     assert made.size_bytes == 5 * Pages.bytes_per_block(3, 4, 2, 8, dtype)
     assert made.size_bytes == made.data.numel() * made.data.element_size()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cleared_blocks_are_zero_in_all_layers_and_the_others_are_not(dtype):
+    made = pages(dtype, poison=True)
+    made.clear([1, 3])
+    assert (made.data[:, [1, 3]] == 0).all()
+    assert made.data[:, [0, 2, 4]].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
