@@ -115,6 +115,19 @@ def with_echo(one: Gateway, ran: list[bytes]) -> ASGIApp:
     return built
 
 
+def read_one(sock: socket.socket) -> Answer:
+    """One response with a content-length, from a connection that stays open."""
+    raw = b""
+    while b"\r\n\r\n" not in raw:
+        part = sock.recv(65536)
+        assert part, raw
+        raw += part
+    length = int(Answer.of(raw).headers["content-length"])
+    while len(raw.partition(b"\r\n\r\n")[2]) < length:
+        raw += sock.recv(65536)
+    return Answer.of(raw)
+
+
 @contextlib.contextmanager
 def running(gateway: Gateway, asgi: ASGIApp | None = None) -> Iterator[Live]:
     """Serve the gateway's app (or `asgi`) in a thread until the block ends."""
