@@ -11,8 +11,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from engine.grammar.verdict import Document, Node
+from engine.grammar.verdict import ref as ref_to
 
 PATTERN_LIMIT = 4_096  # characters of one pattern
+OPTIONAL_LIMIT = 900  # of one object: above 1,000 the matcher's own limit ends the request instead
 
 MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -90,7 +92,7 @@ class Cleaner:
         self._strict = strict
         self._dropped = dropped
         self._anchors: dict[str, str] = {}
-        self._document = Document({}, {}, {})
+        self._document = Document({}, {}, {}, {})
 
     def run(self) -> Document:
         """The cleaned document; its `$ref`s are pointers that resolve inside it."""
@@ -134,13 +136,11 @@ class Cleaner:
         elif key == "$id":
             why = "only the root may have one" if pointer else ""
         elif key == "pattern" and len(node[key]) > PATTERN_LIMIT:
-            raise BadSchema(
-                "invalid_schema",
-                f"at {pointer or '/'}: 'pattern' has {len(node[key]):,} characters; "
-                f"at most {PATTERN_LIMIT:,} are accepted",
-                pointer,
-                key,
-            )
+            raise _too_large(pointer, key, f"more than {PATTERN_LIMIT:,} characters")
+        elif (
+            key == "properties" and len(node[key]) - len(node.get("required", ())) > OPTIONAL_LIMIT
+        ):
+            raise _too_large(pointer, key, f"more than {OPTIONAL_LIMIT:,} optional properties")
         elif key == "format" and node[key] not in _FORMATS:
             why = f"the format {node[key][:40]!r} is unknown" if _may_be(node, "string") else ""
         elif key in ("exclusiveMinimum", "exclusiveMaximum") and _leaks(node, key):
@@ -161,11 +161,17 @@ class Cleaner:
             target = unquote(ref[1:])
             if target not in self._document.nodes:
                 raise bad_ref(pointer, f"{ref[:80]!r} does not exist or is no subschema")
-            node["$ref"] = "#" + target
+            node["$ref"] = ref_to(target)
+            self._document.refs[pointer] = target
 
 
 def bad_ref(pointer: str, what: str) -> BadSchema:
     return BadSchema("invalid_schema", f"at {pointer or '/'}: '$ref' {what}", pointer, "$ref")
+
+
+def _too_large(pointer: str, keyword: str, what: str) -> BadSchema:
+    message = f"at {pointer or '/'}: {keyword!r} has {what}. Make it smaller."
+    return BadSchema("invalid_schema", message, pointer, keyword)
 
 
 def _may_be(node: Node, kind: str) -> bool:

@@ -71,7 +71,7 @@ class Masks:
         return self._tensor if rows is None else self._tensor[:rows]
 
     def _close_broken(self, requests: Sequence[Request]) -> None:
-        """Zero the rows of matchers that hit a limit: llguidance leaves them a stop id, as if done."""
+        """Zero the rows of matchers that hit a limit: llguidance allows a stop id in them."""
         for i, (_, state, _) in enumerate(requests):
             if state.broken:
                 self._rows[self._used[i]] = 0

@@ -7,7 +7,6 @@ llguidance, whose automata are linear.  JSON Schema draft 2020-12; draft-07 tupl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -181,17 +180,13 @@ def _object_root(schema: Node) -> Node:
 
 def _check_cycles(document: Document) -> None:
     """Refuse a `$ref` that leads only to itself: no value is described by it."""
-    for start in _holders(document):
+    for start in document.refs:
         seen, at = {start}, start
-        while (ref := document.nodes[at].get("$ref")) is not None:
-            at = ref[1:]
+        while at in document.refs:
+            at = document.refs[at]
             if at in seen:
                 raise bad_ref(start, "leads only to itself")
             seen.add(at)
-
-
-def _holders(document: Document) -> Iterator[str]:
-    return (pointer for pointer, node in document.nodes.items() if "$ref" in node)
 
 
 def _settle(document: Document, strict: bool, root: str, dropped: list[Dropped]) -> None:

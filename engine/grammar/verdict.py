@@ -29,6 +29,11 @@ def embed(schema: Mapping[str, object]) -> str:
     return json.dumps({**schema, "x-guidance": PINNED})
 
 
+def ref(pointer: str) -> str:
+    """The value of a `$ref` to this JSON pointer of the same document."""
+    return "#" + quote(pointer, "/~$")
+
+
 def refusal(schema_text: str) -> str:
     """Why llguidance cannot enforce this schema, in its words; empty when it can."""
     message: str = llguidance.LLMatcher.validate_grammar(f"start: %json {schema_text}\n")
@@ -42,6 +47,7 @@ class Document:
     root: Node
     nodes: dict[str, Node]
     children: dict[str, list[str]]  # pointer -> pointers of the subschemas directly below
+    refs: dict[str, str]  # pointer of a subschema with a `$ref` -> pointer that it leads to
 
 
 def fault(document: Document) -> tuple[str, str] | None:
@@ -74,8 +80,7 @@ class _Search:
 
     def _refused(self, pointer: str) -> bool:
         """Whether the subschema is refused on its own; False when the work allowed is used up."""
-        ref = _HOLD + quote(pointer, "/~$")
-        text = json.dumps({"$defs": {"r": self._document.root}, "$ref": ref})
+        text = json.dumps({"$defs": {"r": self._document.root}, "$ref": _HOLD + ref(pointer)[1:]})
         self._left -= len(text) + 1_000
         return self._left > 0 and bool(refusal(text))
 
@@ -93,9 +98,8 @@ class _Search:
 
     def _below(self, pointer: str) -> Iterator[str]:
         yield from self._document.children.get(pointer, ())
-        target = self._document.nodes[pointer].get("$ref")
-        if target is not None:
-            yield target[len(_HOLD) :]
+        if "$ref" in self._document.nodes[pointer]:
+            yield self._document.refs[pointer]
 
     def _keyword(self, pointer: str) -> str:
         node = self._document.nodes[pointer]
