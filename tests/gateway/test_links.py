@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 
 from engine.messages import Abort, Hello, Submit
 from engine.scripted import ScriptedEngine, letter
@@ -114,7 +115,7 @@ def test_a_local_link_never_blocks_the_event_loop_while_its_engine_is_made_or_st
                     submitted = True
                     reading = asyncio.ensure_future(read(link.submit(Submit("r", [1], 3))))
             return worst
-    assert asyncio.run(go()) < 0.05
+    assert uvloop.run(go()) < 0.05
 
 
 def test_a_local_engine_that_raises_ends_every_mailbox_and_is_closed(caplog):
@@ -141,7 +142,7 @@ def test_a_local_engine_that_raises_ends_every_mailbox_and_is_closed(caplog):
             assert link.hello is None
             with pytest.raises(EngineLost):
                 link.submit(Submit("late", [1], 1))
-    asyncio.run(go())
+    uvloop.run(go())
     assert closed == [True]
     assert "secret details" in caplog.text
 
@@ -154,7 +155,7 @@ def test_a_local_engine_that_cannot_be_made_says_why_to_those_who_wait(caplog):
         async with local_link(build) as link:
             with pytest.raises(EngineLost, match="no weights"):
                 await link.ready()
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 @pytest.mark.parametrize("make", ["local", "socket"])
@@ -170,7 +171,7 @@ def test_a_closed_mailbox_aborts_its_request_in_the_engine_within_100_ms(make):
             link.close(box)
             link.close(box)  # twice is safe
             return await until(lambda: link.stats.running == 0)
-    assert asyncio.run(go()) < 0.1
+    assert uvloop.run(go()) < 0.1
 
 
 def test_a_process_streams_choices_of_many_requests_and_ends_with_its_link():
@@ -187,7 +188,7 @@ def test_a_process_streams_choices_of_many_requests_and_ends_with_its_link():
         assert folder is not None
         assert not folder.exists()
         return pid
-    assert not alive(asyncio.run(go()))
+    assert not alive(uvloop.run(go()))
 
 
 @pytest.mark.parametrize("seen", [0, 1, 10, 19])
@@ -226,7 +227,7 @@ def test_a_killed_engine_ends_read_streams_at_once_and_runs_the_others_again(see
             assert link.restarts == 1
             assert link.hello is not None
             assert link.hello.version != first.version
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 def test_a_finished_answer_that_waits_to_be_read_survives_the_engine():
@@ -237,7 +238,7 @@ def test_a_finished_answer_that_waits_to_be_read_survives_the_engine():
             os.kill(link.process.pid, signal.SIGKILL)
             await until(lambda: link.hello is None)
             assert await read(box) == letters(5)
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 def test_a_request_whose_engine_dies_twice_is_not_tried_a_third_time():
@@ -251,7 +252,7 @@ def test_a_request_whose_engine_dies_twice_is_not_tried_a_third_time():
                 await until(lambda: link.hello is None)
             with pytest.raises(EngineLost):
                 await read(box)
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 def test_a_request_that_waits_too_long_for_the_next_engine_ends():
@@ -267,7 +268,7 @@ def test_a_request_that_waits_too_long_for_the_next_engine_ends():
             with pytest.raises(EngineLost, match="did not come back"):
                 await read(waits)
             return time.monotonic() - at
-    assert asyncio.run(go()) < 1
+    assert uvloop.run(go()) < 1
 
 
 def test_an_engine_that_keeps_dying_stays_down_and_says_so():
@@ -284,7 +285,7 @@ def test_an_engine_that_keeps_dying_stays_down_and_says_so():
             assert link.restarts == 2
             with pytest.raises(EngineLost, match="3 times"):
                 link.submit(Submit("r", [1], 1))
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 def test_an_engine_that_cannot_start_is_not_tried_again():
@@ -294,7 +295,7 @@ def test_an_engine_that_cannot_start_is_not_tried_again():
         with pytest.raises(EngineLost, match=r"could not start \(exit code 7"):
             await link.ready()
         await link.stop()
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 FOREIGN = """
@@ -326,7 +327,7 @@ def test_a_foreign_engine_is_refused_at_start_with_what_it_said(sent, says):
         assert link.restarts == 0
         await link.stop()
         assert not alive(link.process.pid)
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 def test_a_frozen_engine_is_killed_only_while_requests_are_open():
@@ -342,7 +343,7 @@ def test_a_frozen_engine_is_killed_only_while_requests_are_open():
             box = link.submit(Submit("r", [1], 5))
             assert await read(box) == letters(5)  # by the next engine
             assert not alive(pid)
-    asyncio.run(go())
+    uvloop.run(go())
 
 
 def test_hello_is_the_first_thing_a_link_knows():
@@ -355,4 +356,4 @@ def test_hello_is_the_first_thing_a_link_knows():
         assert isinstance(await link.ready(), Hello)
         await link.stop()
         assert link.hello is None
-    asyncio.run(go())
+    uvloop.run(go())
