@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import cache.prefix as prefix
 from engine.accept import Accepted, accept
 from engine.build import build
+from engine.grammar.matcher import Compiled, GrammarRefused, State
 from engine.messages import (
     Abort,
     Admitted,

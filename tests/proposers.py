@@ -1,0 +1,161 @@
+"""Proposers for tests: right, wrong, random and hostile.  None may change an answer."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from engine.attention.cpu import CpuAttention
+from engine.batch import Batch
+from engine.noise import gumbel
+from engine.proposer import Draft, Features, Turn
+
+
+class RandomDrafts:
+    """Uniform ids, of any length up to the limit."""
+
+    source = "random"
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self.vocab, self.random = vocab, random.Random(seed)
+
+    def propose(self, turn: Turn) -> Draft:
+        count = self.random.randint(0, turn.limit)
+        return Draft([self.random.randrange(self.vocab) for _ in range(count)])
+
+    def forget(self, key: tuple[str, int]) -> None:
+        pass
+
+
+class OracleDrafts:
+    """The known answer, sometimes cut short: everything is accepted."""
+
+    source = "oracle"
+
+    def __init__(self, answers: dict[tuple[str, int], list[int]], seed: int = 0) -> None:
+        self.answers, self.random = answers, random.Random(seed)
+
+    def propose(self, turn: Turn) -> Draft:
+        done = len(turn.tokens) - turn.prompt_len
+        rest = self.answers.get(turn.key, [])[done : done + turn.limit]
+        return Draft(rest[: self.random.randint(0, len(rest))] if self.random.random() < 0.3 else rest)
+
+    def forget(self, key: tuple[str, int]) -> None:
+        pass
+
+
+class AdversarialDrafts(OracleDrafts):
+    """Right up to a place, then wrong by one; stop ids, repeats and edge ids where they hurt most."""
+
+    source = "adversarial"
+
+    def __init__(
+        self, answers: dict[tuple[str, int], list[int]], vocab: int, stop: int, seed: int = 0
+    ) -> None:
+        super().__init__(answers, seed)
+        self.vocab, self.stop = vocab, stop
+
+    def propose(self, turn: Turn) -> Draft:
+        done = len(turn.tokens) - turn.prompt_len
+        rest = list(self.answers.get(turn.key, [])[done : done + turn.limit])
+        poison = [self.stop, 0, self.vocab - 1, turn.tokens[-1], self.random.randrange(self.vocab)]
+        place = self.random.randint(0, turn.limit - 1)
+        draft = rest[:place] + [self.random.choice(poison) for _ in range(turn.limit - place)]
+        return Draft(draft[: turn.limit])
+
+    def forget(self, key: tuple[str, int]) -> None:
+        pass
+
+
+class ForcedDrafts:
+    """What the grammar fixes, nothing else."""
+
+    source = "forced"
+
+    def propose(self, turn: Turn) -> Draft:
+        return Draft(turn.forced()[: turn.limit])
+
+    def forget(self, key: tuple[str, int]) -> None:
+        pass
+
+
+class RandomHead:
+    """A one-layer draft with random weights and a KV of its own: guesses badly, by the real protocol."""
+
+    source = "head"
+
+    def __init__(self, hidden: int, vocab: int, taps: tuple[int, ...], seed: int = 0) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        self.taps, self.hidden, self.vocab = taps, hidden, vocab
+        self.heads, self.kv_heads, self.dim = 2, 1, 16
+        inner = (self.heads + 2 * self.kv_heads) * self.dim
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=noise, dtype=torch.float64) / shape[-1] ** 0.5
+
+        self.fuse = draw(hidden, hidden * len(taps))
+        self.embedding = draw(vocab, hidden)
+        self.qkv, self.out = draw(inner, 2 * hidden), draw(hidden, self.heads * self.dim)
+        self.head = draw(vocab, hidden)
+        self.steps = 0
+
+    def reserve(self, blocks: int, size: int, dtype: torch.dtype, device: object) -> None:
+        self.size = size
+        self.pages = torch.zeros(blocks, 2, size, self.kv_heads, self.dim, dtype=torch.float64)
+        self.attention = CpuAttention(self.heads, self.kv_heads, self.dim, size, torch.float64)
+
+    def copy(self, source: int, target: int) -> None:
+        self.pages[target] = self.pages[source]
+
+    def _layer(self, batch: Batch, feature: Tensor) -> Tensor:
+        """Each row at slot i + 1 sees slots 0 .. i + 1; slot 0 is never written and stays zero."""
+        x = torch.cat((self.embedding[batch.tokens], feature), dim=-1)
+        q, k, v = (x @ self.qkv.T).split(
+            [self.heads * self.dim, self.kv_heads * self.dim, self.kv_heads * self.dim], dim=-1
+        )
+        shifted = Batch(
+            batch.tokens, batch.positions, batch.slots, [s + 1 for s in batch.starts],
+            batch.counts, batch.tables, batch.logit_rows, batch.logit_counts,
+        )
+        self.attention.prepare(shifted)
+        mixed = self.attention.run(
+            q.view(-1, self.heads, self.dim), k.view(-1, self.kv_heads, self.dim),
+            v.view(-1, self.kv_heads, self.dim), self.pages,
+        )
+        return feature + mixed @ self.out.T
+
+    def extend(self, features: Features) -> None:
+        batch = features.batch
+        seen = [-(-(s + 1 + c) // self.size) for s, c in zip(batch.starts, batch.counts, strict=True)]
+        tables = [table[:n] for table, n in zip(batch.tables, seen, strict=True)]
+        rows = Batch(
+            batch.tokens, batch.positions, batch.slots, batch.starts, batch.counts, tables,
+            batch.logit_rows, batch.logit_counts,
+        )
+        state = self._layer(rows, features.hidden.double() @ self.fuse.T)
+        self.state = state[features.last]
+        self.at = batch.positions[features.last]
+        self.tables = batch.tables
+
+    def step(self, features: Features, depth: int) -> Tensor:
+        self.steps += 1
+        if depth:
+            at = (self.at + depth).tolist()
+            slots = [t[(p + 1) // self.size] * self.size + (p + 1) % self.size
+                     for t, p in zip(self.tables, at, strict=True)]
+            tables = [t[: (p + 1) // self.size + 1] for t, p in zip(self.tables, at, strict=True)]
+            none = torch.empty(0, dtype=torch.int64)
+            batch = Batch(
+                self.drawn, torch.tensor(at), torch.tensor(slots), at, [1] * len(at), tables,
+                none, [0] * len(at),
+            )
+            self.state = self._layer(batch, self.state)
+        logits = self.state @ self.head.T
+        noise = gumbel(
+            features.seeds, features.choices, self.at + depth + 2, self.vocab, torch.float64
+        )
+        hot = features.temperatures[:, None].double()
+        self.drawn = torch.where(hot > 0, logits / hot.clamp(min=1e-6) + noise, logits).argmax(-1)
+        return self.drawn
