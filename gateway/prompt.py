@@ -14,6 +14,7 @@ import anyio.to_thread
 from tokenizers import Tokenizer
 
 from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.plans import Plans
 from gateway.protocol import Message
 from gateway.render import Marks, Rendered, Template
 from gateway.text import Detokenizer, Vocabulary
@@ -54,6 +55,7 @@ class Prompts:
         TemplateSyntaxError when the model's files cannot be used."""
         self.max_len = max_len
         self.format = format
+        self.plans = Plans(format)
         self.vocabulary = Vocabulary(tokenizer_json)
         own = chat_template or format.template
         takes_tools = chat_template is not None and "tools" in chat_template
@@ -125,8 +127,9 @@ class Prompts:
             ids = encoding.ids
         return Prompt(ids if ids[:1] == self._bos else self._bos + ids)
 
-    def given(self, ids: Sequence[int], vocab: int) -> Prompt:
+    def given(self, ids: Sequence[int]) -> Prompt:
         """A prompt that came as ids; raise BadRequest for one outside the vocabulary."""
+        vocab = len(self.vocabulary)
         if not all(0 <= id < vocab for id in ids):
             raise BadRequest(f"Token ids go from 0 to {vocab - 1:,}.", param="prompt")
         return Prompt(list(ids))
@@ -177,12 +180,13 @@ class Prompts:
         start = 0
         for at, id in enumerate(ids):
             if id in self._controls:
-                texts.append(self._text(ids[start:at]))
+                texts.append(self.text_of(ids[start:at]))
                 controls.append(id)
                 start = at + 1
-        return [*texts, self._text(ids[start:])], controls
+        return [*texts, self.text_of(ids[start:])], controls
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def text_of(self, ids: Sequence[int]) -> str:
+        """What ids say, without control tokens."""
         detokenizer = Detokenizer(self.vocabulary)
         return detokenizer.push(ids) + detokenizer.close()
 

@@ -82,12 +82,12 @@ class Function(Struct, frozen=True):
     arguments: str = ""
 
 
-class ToolCall(Struct, frozen=True):
+class ToolCall(Struct, frozen=True, kw_only=True):
     """A call that an assistant message made."""
 
     id: str
-    function: Function
     type: Literal["function"] = "function"
+    function: Function
 
 
 class Message(Struct, frozen=True):
@@ -148,22 +148,6 @@ class CompletionRequest(Sampled, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
 
 
-class FunctionSpec(Struct, frozen=True):
-    """A tool's function; `parameters` is checked where grammars are made."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-    strict: bool | None = None
-
-
-class ToolSpec(Struct, frozen=True):
-    """One entry of `tools`."""
-
-    type: str
-    function: FunctionSpec | None = None
-
-
 class PromptDetails(Struct, frozen=True):
     """Where the prompt's tokens came from."""
 
@@ -222,13 +206,13 @@ class TextLogprobs(Struct, frozen=True):
     text_offset: list[int]  # characters from the start of the choice's text
 
 
-class ReplyMessage(Struct, frozen=True):
+class ReplyMessage(Struct, frozen=True, kw_only=True):
     """An assistant message; `tool_calls` is absent when there are none."""
 
-    content: str | None
-    tool_calls: list[ToolCall] | UnsetType = UNSET
     role: Literal["assistant"] = "assistant"
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):
@@ -240,16 +224,16 @@ class ChatChoice(Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatReply(Struct, frozen=True):
+class ChatReply(Struct, frozen=True, kw_only=True):
     """The body of an unstreamed chat completion."""
 
     id: str
+    object: Literal["chat.completion"] = "chat.completion"
     created: int  # Unix seconds
     model: str
+    system_fingerprint: None = None
     choices: list[ChatChoice]
     usage: Usage
-    object: Literal["chat.completion"] = "chat.completion"
-    system_fingerprint: None = None
 
 
 class TextChoice(Struct, frozen=True):
@@ -261,13 +245,13 @@ class TextChoice(Struct, frozen=True):
     logprobs: TextLogprobs | None = None
 
 
-class TextReply(Struct, frozen=True):
+class TextReply(Struct, frozen=True, kw_only=True):
     """The body of an unstreamed text completion."""
 
     id: str
+    object: Literal["text_completion"] = "text_completion"
     created: int  # Unix seconds
     model: str
+    system_fingerprint: None = None
     choices: list[TextChoice]
     usage: Usage
-    object: Literal["text_completion"] = "text_completion"
-    system_fingerprint: None = None

@@ -23,12 +23,10 @@ from gateway.protocol import (
     Part,
     Sampled,
     ToolCall,
-    ToolSpec,
 )
 
 STOPS = 16
 STOP_LENGTH = 1000  # characters of one stop string; longer ones would make matching slow
-TOOLS = 128
 BIASES = 1024
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -91,14 +89,13 @@ def _decode(body: bytes, kind: type[Request]) -> Request:
     return request
 
 
-def _invalid(message: str, prefix: str = "") -> BadRequest:
+def _invalid(message: str) -> BadRequest:
     """A validation message of msgspec as our error: the path becomes `param`."""
     found = _PATH.match(message)
     what, path = (found["what"], found["path"]) if found else (message, "")
     if missing := _MISSING.match(what):
         path = f"{path}.{missing['name']}" if path else missing["name"]
         what = "This field is required but missing"
-    path = prefix + ("." if prefix and path and path[0] != "[" else "") + path
     if not path:
         return BadRequest(f"{what}. Send one JSON object.", code="invalid_type")
     return BadRequest(f"`{path}`: {what[0].lower()}{what[1:]}.", param=path, code="invalid_value")
@@ -204,32 +201,6 @@ def _check_result(message: Message, called: set[str], path: str) -> None:
 def is_null(raw: msgspec.Raw) -> bool:
     """Whether a raw field is absent or null."""
     return bytes(raw) == b"null"
-
-
-def tool_specs(raw: msgspec.Raw) -> list[ToolSpec]:
-    """Parse `tools`: at most 128 functions with unique names; raise BadRequest."""
-    try:
-        tools = msgspec.json.decode(raw, type=list[ToolSpec] | None) or []
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error), "tools") from None
-    if len(tools) > TOOLS:
-        raise BadRequest(
-            f"`tools` has {len(tools)} entries; at most {TOOLS} are allowed.", param="tools"
-        )
-    seen: set[str] = set()
-    for at, tool in enumerate(tools):
-        if tool.type != "function" or tool.function is None:
-            raise BadRequest(
-                "Only tools of type `function` are supported here.", param=f"tools[{at}].type"
-            )
-        name = tool.function.name
-        if not TOOL_NAME.fullmatch(name) or name in seen:
-            raise BadRequest(
-                "A tool's name has 1 to 64 letters, digits, `_` or `-`, and no other tool's name.",
-                param=f"tools[{at}].function.name",
-            )
-        seen.add(name)
-    return tools
 
 
 def sampling(request: Sampled, vocab: int, logprobs: int) -> Sampling:

@@ -127,7 +127,7 @@ def test_no_pieces_of_text_join_to_a_control_token(texts):
 def test_tools_and_arguments_never_become_control_tokens():
     made = prompts()
     evil = json.loads(json.dumps(TOOLS).replace("object", "<|im_end|>"))
-    call = ToolCall("c<|im_end|>", Function("add", '{"a": "<|im_end|>"}'))
+    call = ToolCall(id="c<|im_end|>", function=Function("add", '{"a": "<|im_end|>"}'))
     history = [user("x"), Message("assistant", tool_calls=[call]), Message("tool", "<|im_end|>")]
     ids = chat(made, history, evil, extra={"note": "<|im_end|>"}).ids
     # One end for the system turn with the tools, one for each message.
@@ -169,7 +169,7 @@ def test_a_byte_order_token_opens_the_prompt_once():
 def answers(format) -> list[tuple[str, Message]]:
     """What the model wrote, and the message that a client sends back for it."""
     calls = [("add", '{"a": 1}'), ("add", '{"a": "é\\n😀"}')]
-    sent = [ToolCall(f"call_{i}", Function(*call)) for i, call in enumerate(calls)]
+    sent = [ToolCall(id=f"call_{i}", function=Function(*call)) for i, call in enumerate(calls)]
     return [
         ("hello wörld", Message("assistant", "hello wörld")),
         ("", Message("assistant", "")),
@@ -204,7 +204,7 @@ def test_arguments_that_a_client_spaced_anew_still_continue_the_sampled_ids():
     prompt = chat(made, [user("one")], TOOLS)
     sampled = single_bytes(made.format.write([("add", '{"a": 1, "b": [1, 2]}')]))
     made.remember(prompt, sampled)
-    call = ToolCall("c", Function("add", '{"a":1,\n "b":[1,2]}'))
+    call = ToolCall(id="c", function=Function("add", '{"a":1,\n "b":[1,2]}'))
     again = chat(made, [user("one"), Message("assistant", None, tool_calls=[call])], TOOLS)
     assert again.ids[: len(prompt.ids) + len(sampled)] == prompt.ids + sampled
 
@@ -263,7 +263,7 @@ def test_a_model_template_that_takes_tools_is_used_and_gets_arguments_as_objects
     )
     made = prompts(template=template)
     assert "own chat template" in made.note
-    call = ToolCall("c", Function("add", '{"a": 1.0}'))
+    call = ToolCall(id="c", function=Function("add", '{"a": 1.0}'))
     shown = decoded(made, chat(made, [Message("assistant", "", tool_calls=[call])], TOOLS).ids)
     assert shown == json.dumps(TOOLS) + ('<|im_start|>assistant\n[add {"a": 1.0} 1.0]<|im_end|>')
 
@@ -292,12 +292,12 @@ def test_a_template_that_refuses_or_breaks_is_the_callers_error(template, said):
 
 def test_prompt_and_output_must_fit_into_the_context_together():
     made = prompts(max_len=64)
-    prompt = made.given(range(60), 420)
+    prompt = made.given(range(60))
     assert made.room(prompt, None) == 4
     assert made.room(prompt, 4) == 4
     for wanted, length in ((5, 60), (None, 64), (1, 65)):
         with pytest.raises(ContextLengthExceeded) as caught:
-            made.room(made.given(range(length), 420), wanted)
+            made.room(made.given(range(length)), wanted)
         assert caught.value.code == "context_length_exceeded"
 
 
@@ -344,7 +344,7 @@ def test_text_completions_read_control_tokens_and_ids_must_be_in_the_vocabulary(
     assert ids[:2] == [0, 1]
     assert anyio.run(made.plain, "<|endoftext|>hello").ids[:2] != [0, 0]
     with pytest.raises(BadRequest, match="419"):
-        made.given([420], 420)
+        made.given([420])
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_smollm2_continues_random_spellings_of_its_own_answers():
     assert sampled != tokenizer.encode(text).ids
     prompt = chat(made, [user("one")], TOOLS)
     made.remember(prompt, sampled)
-    call = ToolCall("c", Function("add", '{"a": 12345, "b": "São Tomé 😀"}'))
+    call = ToolCall(id="c", function=Function("add", '{"a": 12345, "b": "São Tomé 😀"}'))
     again = chat(made, [user("one"), Message("assistant", None, tool_calls=[call])], TOOLS)
     expected = [*prompt.ids, *sampled, tokenizer.token_to_id("<|im_end|>")]
     assert again.ids[: len(expected)] == expected

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-import msgspec
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.validate import chat_request, completion_request, sampling, tool_specs
+from gateway.validate import chat_request, completion_request, sampling
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -131,43 +130,6 @@ def test_an_assistant_message_may_be_empty_beside_its_calls(content):
 def test_max_completion_tokens_wins_over_max_tokens():
     assert chat_request(chat(max_tokens=5, max_completion_tokens=9)).limit == 9
     assert chat_request(chat(max_tokens=5)).limit == 5
-
-
-def tools_of(tools: object) -> msgspec.Raw:
-    return msgspec.Raw(json.dumps(tools).encode())
-
-
-def function(name: str) -> dict:
-    return {"type": "function", "function": {"name": name}}
-
-
-@pytest.mark.parametrize(
-    ("tools", "param"),
-    [
-        ([function("a"), function("a")], "tools[1].function.name"),
-        ([function("with space")], "tools[0].function.name"),
-        ([function("x" * 65)], "tools[0].function.name"),
-        ([function(f"t{i}") for i in range(129)], "tools"),
-        ([{"type": "custom", "custom": {"name": "x"}}], "tools[0].type"),
-        ([{"type": "function"}], "tools[0].type"),
-        ([{"type": "function", "function": {}}], "tools[0].function.name"),
-        ({"a": 1}, "tools"),
-        (
-            [{"type": "function", "function": {"name": "a", "parameters": []}}],
-            "tools[0].function.parameters",
-        ),
-    ],
-    ids=lambda x: str(x)[:50],
-)
-def test_tools_have_unique_legal_names_and_object_parameters(tools, param):
-    with pytest.raises(BadRequest) as caught:
-        tool_specs(tools_of(tools))
-    assert caught.value.param == param
-
-
-def test_128_tools_are_accepted_and_null_is_none():
-    assert len(tool_specs(tools_of([function(f"t{i}") for i in range(128)]))) == 128
-    assert tool_specs(tools_of(None)) == []
 
 
 def test_sampling_has_openai_defaults_and_a_minted_seed():

@@ -1,0 +1,180 @@
+"""One choice of an answer: engine outs to events, and how it ended.  Knows no frames, no HTTP.
+
+ids --Detokenizer--> text --Scanner--> Text | CallStart | CallArgs | CallEnd --StopStrings--> events
+                                       (stop strings look at Text only)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.messages import Out, TokenLogprobs
+from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Text
+from gateway.protocol import TokenLogprob, TopLogprob
+from gateway.text import Detokenizer, StopStrings, Vocabulary
+from gateway.tools import Scanner
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one choice gained: events in order, neighbours of a kind joined, and logprobs."""
+
+    index: int
+    events: list[Event]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    closed_early: bool = False  # it ended, and the closing plan completed a call for the model
+
+    def then(self, more: Said) -> Said:
+        """This and what the same choice gained after it, as one."""
+        events = joined([*self.events, *more.events])
+        return Said(self.index, events, self.logprobs + more.logprobs, more.closed_early)
+
+
+class Choice:
+    """One answer in the making; any grouping of the same tokens gives the same joined events."""
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        *,
+        scanner: Scanner | None = None,
+        stops: Sequence[str] = (),
+        named: bool = False,
+    ) -> None:
+        """`scanner`: None when the output holds no calls.  `named`: tool_choice named the tool."""
+        self.index = index
+        self.finish = ""  # stop, length or tool_calls, once it has ended
+        self.stopped_here = False  # a stop string ended it: the engine must be told
+        self.tokens = 0  # delivered ones, a stop id included
+        self.ids: list[int] = []  # sampled ones, without a stop id
+        self.calls: list[tuple[str, str]] = []  # (name, arguments) of the complete ones
+        self._vocabulary = vocabulary
+        self._text = Detokenizer(vocabulary)
+        self._scanner = scanner
+        self._stops = StopStrings(stops) if stops else None
+        self._named = named
+        self._call: tuple[str, list[str]] | None = None  # the one that is open
+        self._said: list[str] = []  # text that left; kept only when stop strings may cut it
+
+    @property
+    def kept(self) -> str | None:
+        """The text that was delivered before a stop string; None when none cut the answer."""
+        return "".join(self._said) if self.stopped_here else None
+
+    def take(self, out: Out) -> Said:
+        """What the next tokens say.  Nothing may be taken after the finish."""
+        assert not self.finish, f"choice {self.index} got tokens after its end"
+        count = len(out.tokens) - out.stopped
+        events: list[Event] = []
+        if self._stops is None:
+            self._push(self._text.push(out.tokens[:count]), events)
+        else:
+            count = self._until_stop(out.tokens[:count], events)
+        self.ids += out.tokens[:count]
+        self.tokens += count
+        if not self.stopped_here:
+            self.tokens += out.stopped
+            if out.finish:
+                self._end(events)
+        if out.finish or self.stopped_here:
+            self.finish = self._reason(out.finish)
+            events.append(Finish(self.finish))
+        logprobs = [
+            self._logprob(*pair) for pair in zip(out.tokens[:count], out.logprobs, strict=False)
+        ]
+        return Said(self.index, joined(events), logprobs, self._closed_early())
+
+    def _until_stop(self, ids: Sequence[int], events: list[Event]) -> int:
+        """Push token by token, so that what counts as delivered does not depend on grouping."""
+        for count, id in enumerate(ids, 1):
+            self._push(self._text.push([id]), events)
+            if self.stopped_here:
+                return count
+        return len(ids)
+
+    def _push(self, text: str, events: list[Event]) -> None:
+        if not text:
+            return
+        self._pass([Text(text)] if self._scanner is None else self._scanner.push(text), events)
+
+    def _pass(self, found: Iterable[Event], events: list[Event]) -> None:
+        """Events on their way out: text through the stop strings, calls noted."""
+        for event in found:
+            if self.stopped_here:
+                return
+            if isinstance(event, Text):
+                self._say(event.text, events)
+            else:
+                self._note(event)
+                if self._stops is not None and (rest := self._stops.flush()):
+                    self._said.append(rest)
+                    events.append(Text(rest))
+                events.append(event)
+
+    def _say(self, text: str, events: list[Event]) -> None:
+        if self._stops is not None:
+            text, self.stopped_here = self._stops.push(text)
+            self._said.append(text)
+        if text:
+            events.append(Text(text))
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case CallStart(name=name):
+                self._call = (name, [])
+            case CallArgs(text=text):
+                assert self._call is not None, "arguments outside a call"
+                self._call[1].append(text)
+            case CallEnd():
+                assert self._call is not None, "the end of no call"
+                self.calls.append((self._call[0], "".join(self._call[1])))
+                self._call = None
+            case _:
+                raise TypeError(f"a scanner gave {type(event).__name__}")
+
+    def _end(self, events: list[Event]) -> None:
+        """The engine ended the choice: let go of everything that was held back."""
+        self._push(self._text.close(), events)
+        if self._scanner is not None:
+            self._pass(self._scanner.close(), events)
+        if self._stops is not None and not self.stopped_here and (rest := self._stops.flush()):
+            events.append(Text(rest))
+
+    def _reason(self, finish: str) -> str:
+        if finish == "length" and not self.stopped_here:
+            return "length"
+        return "tool_calls" if self.calls and not self._named else "stop"
+
+    def _closed_early(self) -> bool:
+        return self.finish == "length" and bool(self.calls) and self._call is None
+
+    def _logprob(self, id: int, found: TokenLogprobs) -> TokenLogprob:
+        token, raw = self._shown(id)
+        top = [TopLogprob(*self._candidate(id, value)) for id, value in found.top]
+        return TokenLogprob(token, found.logprob, raw, top)
+
+    def _candidate(self, id: int, value: float) -> tuple[str, float, list[int]]:
+        token, raw = self._shown(id)
+        return token, value, raw
+
+    def _shown(self, id: int) -> tuple[str, list[int]]:
+        raw = self._vocabulary.spelled(id)
+        return raw.decode("utf-8", "replace"), list(raw)
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """Neighbouring texts as one, neighbouring pieces of one call's arguments as one."""
+    if len(events) < 2:
+        return list(events)
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            out[-1] = Text(last.text + event.text)
+        elif isinstance(event, CallArgs) and isinstance(last, CallArgs):
+            out[-1] = CallArgs(event.index, last.text + event.text)
+        else:
+            out.append(event)
+    return out

@@ -1,0 +1,111 @@
+"""Send a turn as a stream, or gather it for a body.  Knows no endpoint's shape and no frames.
+
+Every stream ends in one of two ways: a finish for each choice (and usage if asked), or one typed
+error; then `[DONE]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol, cast
+
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.choices import Said
+from gateway.config import GatewayConfig
+from gateway.protocol import Usage
+from gateway.sse import PING, error_frames
+from gateway.turn import ClientGone, Turn
+
+CLIENT_GONE = 499  # nobody reads it; the access log does
+
+
+class Frames(Protocol):
+    """ChatFrames or TextFrames."""
+
+    def batch(self, batch: Sequence[Said]) -> bytes:
+        """All that is new, as one run of bytes; empty when nothing may leave yet."""
+
+    def end(self, usage: Usage) -> bytes:
+        """The end of a stream that went well."""
+
+
+async def frames_of(turn: Turn, frames: Frames, opening: bytes = b"") -> AsyncIterator[bytes]:
+    """The bytes of a whole stream, at most one piece an engine step; closes the turn."""
+    try:
+        if opening:
+            yield opening
+        while turn.open:
+            piece = frames.batch(await turn.next())
+            if not turn.open:
+                piece += frames.end(turn.usage())
+            if piece:
+                yield piece
+    except ClientGone:
+        return
+    except Exception as error:
+        yield error_frames(turn.typed(error))
+    finally:
+        turn.close()
+
+
+class Stream(EventSourceResponse):
+    """A turn as an event stream; the turn is closed even if the first byte never leaves."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        frames: Frames,
+        config: GatewayConfig,
+        headers: dict[str, str],
+        opening: bytes = b"",
+    ) -> None:
+        super().__init__(
+            frames_of(turn, frames, opening),
+            headers=headers,
+            ping=config.ping_s,
+            # Its type asks for an event object, but bytes pass through as they are.
+            ping_message_factory=cast("Callable[[], ServerSentEvent]", lambda: PING),
+            send_timeout=config.send_timeout_s,
+            sep="\n",
+        )
+        self._turn = turn
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the stream; a client that stopped reading is dropped without a word."""
+        self._turn.listen_no_more()
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            pass
+        finally:
+            self._turn.close()
+
+
+async def gathered(turn: Turn) -> list[list[Said]] | Response:
+    """All that each choice said, or a response for nobody when the client left; raise ApiError."""
+    said: list[list[Said]] = [[] for _ in turn.choices]
+    try:
+        while turn.open:
+            for one in await turn.next():
+                said[one.index].append(one)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    except Exception as error:
+        raise turn.typed(error) from None
+    finally:
+        turn.close()
+    return said
+
+
+async def admitted(turn: Turn, request: Request) -> Response | None:
+    """Wait for admission; a response for nobody when the client left meanwhile; raise ApiError."""
+    try:
+        await turn.admit(request.receive)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    return None

@@ -1,0 +1,341 @@
+"""One request's life between its prompt and its last token.  Builds no frames and no bodies.
+
+    admit() --> next() --> next() ... --> close()
+       |          |           `- Said of each choice; the last one ends the turn: remember, TurnEnd
+       `----------+- or a typed ApiError: refused, engine lost, deadline, drain, the client left
+
+close() never awaits and may be called at any time, twice too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive
+
+from engine.messages import Abort, Admitted, Out, SessionEnd, Submit, TurnEnd
+from gateway.app import places
+from gateway.choices import Choice, Said
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    Draining,
+    EngineRestarted,
+    Internal,
+    refused,
+)
+from gateway.link import EngineFailed, EngineLost, Mailbox, SubmitRefused
+from gateway.protocol import PromptDetails, Usage
+from gateway.sessions import Session
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+
+    from gateway.prompt import Prompt
+    from gateway.state import Gateway
+    from gateway.tools.choice import ToolPlan
+
+_log = logging.getLogger("slipstream.gateway.turn")
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody reads the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One prompt of a request, and what the engine is asked for it."""
+
+    prompt: Prompt
+    submit: Submit
+
+
+class Turn:
+    """The parts of one request as they run; choice number = part * n + the engine's index."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        parts: Sequence[Part],
+        choices: Sequence[Choice],
+        session: Session,
+        *,
+        request_id: str,
+        begin: float,
+        plan: ToolPlan | None = None,
+    ) -> None:
+        """Takes the request's place in the queue; raise ApiError when there is none.
+
+        `begin`: time.monotonic() at arrival.  `choices`: n for each part, in order.
+        """
+        self.choices = choices
+        self.cached = 0  # prompt tokens, of all parts
+        self._gateway = gateway
+        self._parts = parts
+        self._session = session
+        self._plan = plan
+        self._request_id = request_id
+        self._begin = begin
+        self._first: float | None = None  # when the first token came
+        self._last = begin
+        self._written = [0] * len(parts)
+        self._cached = [0] * len(parts)
+        self._ended = False
+        self._cause: Exception | None = None
+        self._boxes: list[Mailbox] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._gone: asyncio.Task[None] | None = None
+        self._prompt_tokens = sum(len(part.prompt.ids) for part in parts)
+        gateway.metrics.request_started()
+        gateway.metrics.session(session)
+        self._ticket = gateway.admit(self._prompt_tokens)
+
+    @property
+    def open(self) -> bool:
+        """Whether some choice has not ended."""
+        return not all(choice.finish for choice in self.choices)
+
+    async def admit(self, receive: Receive) -> None:
+        """Send the parts and wait until the engine took them; raise ApiError or ClientGone.
+
+        Until next() is first called or listen_no_more(), `receive` is watched for a disconnect.
+        """
+        try:
+            for part in self._parts:
+                self._boxes.append(self._gateway.link.submit(part.submit))
+            self._watch(receive)
+            admitted = [await box.admission() for box in self._boxes]
+        except BaseException as error:
+            self._fail(error)
+            self.close()
+            if isinstance(error, Exception) and not isinstance(error, ClientGone):
+                raise self.typed(error) from None
+            raise
+        self._take_admitted(admitted)
+
+    def _take_admitted(self, admitted: Sequence[Admitted]) -> None:
+        self._gateway.metrics.queued(time.monotonic() - self._begin)
+        self._cached = [one.cached for one in admitted]
+        self.cached = sum(self._cached)
+
+    def _watch(self, receive: Receive) -> None:
+        """Whatever ends a turn from outside wakes the reader through its mailboxes."""
+        loop = asyncio.get_running_loop()
+        self._gone = loop.create_task(self._until_gone(receive))
+        self._tasks = [self._gone, loop.create_task(self._until_drained())]
+        if (deadline := self._parts[0].submit.deadline_s) is not None:
+            self._timer = loop.call_later(deadline, self._stop, DeadlineExceeded())
+
+    def listen_no_more(self) -> None:
+        """Someone else reads `receive` from now on: a streaming response does."""
+        if self._gone is not None:
+            self._gone.cancel()
+
+    async def _until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._stop(ClientGone())
+
+    async def _until_drained(self) -> None:
+        await self._gateway.drain.expired.wait()
+        self._stop(Draining())
+
+    def _stop(self, cause: Exception) -> None:
+        if self._cause is None:
+            self._cause = cause
+            for box in self._boxes:
+                box.fail(cause)
+
+    async def next(self) -> list[Said]:
+        """Wait for the engine's next step; return what each choice gained, in their order.
+
+        Everything that waits comes at once: a slow reader gets more at a time.  Raises what ended
+        the turn; typed() makes an ApiError of it.
+        """
+        try:
+            said = await self._step()
+            if not self.open:
+                self._complete()
+        except Exception as error:
+            self._fail(error)
+            raise
+        return said
+
+    async def _step(self) -> list[Said]:
+        if self._cause is not None:  # outs may wait for ever behind a fast engine
+            raise self._cause
+        found = await self._outs()
+        self._clock()
+        said: dict[int, Said] = {}
+        for part, out in found:
+            n = self._parts[part].submit.n
+            choice = self.choices[part * n + out.index]
+            if choice.finish:
+                continue  # a stop string ended it here; the engine had not heard yet
+            if out.finish == "abort":
+                raise EngineFailed("aborted", "The engine dropped this request. Send it again.")
+            self._cached[part] = out.cached
+            self._written[part] = max(self._written[part], out.written)
+            taken = choice.take(out)
+            before = said.get(choice.index)
+            said[choice.index] = taken if before is None else before.then(taken)
+            if choice.stopped_here and not out.finish:
+                self._gateway.link.send(Abort(out.id, out.index))
+        return [said[index] for index in sorted(said)]
+
+    async def _outs(self) -> list[tuple[int, Out]]:
+        if len(self._boxes) == 1:
+            return [(0, out) for out in await self._boxes[0].outs()]
+        open_parts = {
+            choice.index // self._parts[0].submit.n for choice in self.choices if not choice.finish
+        }
+        waits = {
+            asyncio.ensure_future(self._boxes[part].outs()): part for part in sorted(open_parts)
+        }
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        # Every error is looked at, so that none is reported as lost.
+        if errors := [error for wait in done if (error := wait.exception())]:
+            raise errors[0]
+        return [(waits[wait], out) for wait in waits if wait in done for out in wait.result()]
+
+    def _clock(self) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            self._ticket.started()
+            self._gateway.metrics.first_token(now - self._begin)
+        else:
+            self._gateway.metrics.gap(now - self._last)
+        self._last = now
+
+    def _complete(self) -> None:
+        """Every choice has ended: what outlives the turn."""
+        self._ended = True
+        n = self._parts[0].submit.n
+        for choice in self.choices:
+            prompt = self._parts[choice.index // n].prompt
+            if choice.kept is None or not choice.calls:
+                self._gateway.prompts.remember(prompt, choice.ids, choice.kept)
+            for name, arguments in choice.calls:
+                complaint = self._plan.complaint(name, arguments) if self._plan else ""
+                self._gateway.metrics.tool_call(not complaint)
+        self._note_session()
+        self._finished(self.choices[0].finish)
+
+    def _note_session(self) -> None:
+        session = self._session
+        if session.key is None:
+            return
+        if session.end:
+            self._gateway.link.send(SessionEnd(session.key))
+        else:
+            called = any(choice.calls for choice in self.choices)
+            self._gateway.link.send(TurnEnd(session.key, called))
+
+    def _fail(self, error: BaseException) -> None:
+        """The turn is over before its choices: count it once."""
+        if self._ended:
+            return
+        self._ended = True
+        if isinstance(error, ClientGone | asyncio.CancelledError):
+            self._left()
+        else:
+            self._finished("error")
+
+    def _left(self) -> None:
+        phase = "decode" if self._first is not None else "prefill"
+        if not all(box.admitted for box in self._boxes):
+            phase = "queued"
+        self._gateway.metrics.disconnect(phase)
+        self._finished("abort")
+
+    def _finished(self, reason: str) -> None:
+        now = time.monotonic()
+        self._gateway.metrics.finished(
+            reason,
+            seconds=now - self._begin,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=sum(choice.tokens for choice in self.choices),
+            first_token_s=None if self._first is None else self._first - self._begin,
+        )
+
+    def close(self) -> None:
+        """Let go of everything; what still runs is aborted.  Never awaits."""
+        self._fail(ClientGone())  # counts nothing after a proper end
+        for task in self._tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for box in self._boxes:
+            self._gateway.link.close(box)
+        self._ticket.release()
+
+    def usage(self) -> Usage:
+        """Tokens so far; final when the turn is over."""
+        output = sum(choice.tokens for choice in self.choices)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=output,
+            total_tokens=self._prompt_tokens + output,
+            prompt_tokens_details=PromptDetails(sum(self._cached), sum(self._written)),
+        )
+
+    def typed(self, error: Exception) -> ApiError:
+        """What the client is told about whatever ended the turn; faults of ours are logged."""
+        match error:
+            case ApiError():
+                return error
+            case SubmitRefused(reason=reason):
+                return refused(reason)
+            case EngineFailed(code="deadline_exceeded"):
+                return DeadlineExceeded()
+            case EngineFailed(code=code, message=message):
+                return Internal(code, message)
+            case EngineLost():
+                return EngineRestarted()
+            case _:
+                _log.error("request %s failed: %s", self._request_id, places(error))
+                return Internal()
+
+
+def headers_of(turn: Turn, session: Session, prompt_tokens: int) -> dict[str, str]:
+    """The response headers that say what the cache and the session did."""
+    hit = f"hit={turn.cached}; prompt={prompt_tokens}"
+    state = "none" if session.key is None else "ended" if session.end else "active"
+    source = "" if session.key is None else f"; source={session.source}"
+    return {
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+        "x-slipstream-cache": hit,
+        "x-slipstream-session": state + source,
+    }
+
+
+def deadline_of(headers: Headers, begin: float) -> float | None:
+    """Seconds that are left of the caller's `x-request-deadline-ms`; None without one.
+
+    Raises BadRequest for one that is no number, DeadlineExceeded when it has passed already.
+    """
+    given = headers.get("x-request-deadline-ms")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 12):
+        raise BadRequest(
+            "`x-request-deadline-ms` is the time this request may take, in whole milliseconds.",
+            param="x-request-deadline-ms",
+        )
+    left = int(given) / 1000 - (time.monotonic() - begin)
+    if left <= 0:
+        raise DeadlineExceeded
+    return left
