@@ -1,4 +1,4 @@
-"""The schemas that tool calls are judged by, plain and odd, and helpers for tools.  Checks nothing.
+"""The schemas that tool calls are judged by, plain and odd, and helpers for tools.  No checks."""
 
 from __future__ import annotations
 

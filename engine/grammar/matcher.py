@@ -49,12 +49,13 @@ class GrammarRefused(Exception):
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_stops", "matcher", "steps")
+    __slots__ = ("_stops", "_vocab", "matcher", "steps")
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, stops: frozenset[int], steps: int = 0
+        self, matcher: llguidance.LLMatcher, vocab: int, stops: frozenset[int], steps: int = 0
     ) -> None:
         self.matcher = matcher  # for masks.py only
+        self._vocab = vocab
         self._stops = stops
         self.steps = steps  # tokens accepted and not rolled back
 
@@ -105,14 +106,18 @@ class State:
 
     def clone(self) -> State:
         """An independent copy."""
-        return State(self.matcher.deep_copy(), self._stops, self.steps)
+        return State(self.matcher.deep_copy(), self._vocab, self._stops, self.steps)
 
     def _words(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens before the first stop id."""
+        """The tokens before the first stop id, and before the first that is no token at all."""
         words = list(tokens)
-        if not self._stops.isdisjoint(words):
-            words = words[: next(i for i, token in enumerate(words) if token in self._stops)]
+        if not self._stops.isdisjoint(words) or (words and not self._known(words)):
+            bad = (t in self._stops or not 0 <= t < self._vocab for t in words)
+            words = words[: next(i for i, is_bad in enumerate(bad) if is_bad)]
         return words
+
+    def _known(self, words: list[int]) -> bool:
+        return min(words) >= 0 and max(words) < self._vocab
 
 
 class Compiled:
@@ -210,7 +215,7 @@ class Compiler:
                 "them. Use fewer optional properties or smaller patterns.",
             )
         mask.flags.writeable = False
-        return Compiled(grammar.lark, State(matcher, self._stops), mask[0])
+        return Compiled(grammar.lark, State(matcher, self.vocab, self._stops), mask[0])
 
 
 def _key(grammar: Grammar) -> bytes:
