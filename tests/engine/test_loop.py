@@ -1,0 +1,320 @@
+"""The engine's loop: admission, aborts, deadlines, forks, sessions, fairness.  Exactness has its own file."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+import torch
+
+from engine.messages import (
+    Abort,
+    Grammar,
+    Sampling,
+    SessionEnd,
+    Submit,
+    TurnEnd,
+)
+from tests.driver import Run, answers, make
+from tests.proposers import OracleDrafts, RandomDrafts
+from tests.scripted import EOS
+from tests.tiny import write_llama
+
+GREEDY = Sampling(temperature=0.0)
+JSON = Grammar('start: %json {"type": "object"}')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("loop") / "model", max_len=512)
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(256) for _ in range(length)]
+
+
+def test_ten_thousand_random_aborts_leave_the_pool_full(folder):
+    engine = make(
+        folder, blocks=24, drafts=RandomDrafts(259, 7), max_drafts=3, max_batch_tokens=96,
+        mixed_tokens=32, max_sequences=6,
+    )
+    chance = random.Random(3)
+    run = Run(engine)
+    alive: list[str] = []
+    aborts = number = 0
+    while aborts < 10_000:
+        while len(alive) < 60:
+            number += 1
+            name = f"q{number}"
+            alive.append(name)
+            run.put(
+                Submit(
+                    name, prompt(chance.randint(1, 300), chance.randrange(5)),
+                    chance.randint(1, 40), Sampling(seed=number), n=chance.choice([1, 1, 2, 3]),
+                    stop_ids=[EOS], session=chance.choice([None, b"s" * 16, b"t" * 16]),
+                    grammar=chance.choice([None, None, None, JSON]),
+                    priority=chance.choice([0, 0, 1]),
+                )
+            )
+        for _ in range(chance.randint(20, 55)):
+            name = alive.pop(chance.randrange(len(alive)))
+            run.put(Abort(name, chance.choice([-1, -1, 0, 1])))
+            if chance.random() < 0.7:
+                run.put(Abort(name))
+            aborts += 1
+        if chance.random() < 0.2:
+            run.put(TurnEnd(b"s" * 16, chance.random() < 0.5))
+        run.step()
+    for name in [f"q{i}" for i in range(1, number + 1)]:
+        run.put(Abort(name))
+    run.drain()
+    assert engine.pool.used == 0
+    assert engine.pool.free_count + engine.pool.cached == engine.pool.total
+    assert not engine._arrived and not engine._compiling
+    assert answers(engine, Submit("after", prompt(200), 20, GREEDY))["after", 0]
+
+
+def test_an_aborted_leader_leaves_its_other_choices_running(folder):
+    engine = make(folder, max_batch_tokens=16)
+    run = Run(engine).put(Submit("r", prompt(100), 8, Sampling(seed=4), n=3))
+    run.step()
+    run.put(Abort("r", 0)).drain()
+    assert ("r", 0) not in run.tokens
+    assert run.finish(("r", 1)) == run.finish(("r", 2)) == "length"
+    alone = answers(make(folder), Submit("r", prompt(100), 8, Sampling(seed=4), n=3))
+    assert run.tokens == {key: alone[key] for key in (("r", 1), ("r", 2))}
+
+
+def test_choices_fork_after_one_prefill(folder):
+    engine = make(folder)
+    run = Run(engine).put(Submit("r", prompt(150), 5, Sampling(seed=4), n=4))
+    run.step()
+    assert len(engine.scheduler.running) == 4
+    assert [seq.computed for seq in engine.scheduler.running[1:]] == [149] * 3
+    first, *others = engine.scheduler.running
+    assert all(seq.blocks[:2] == first.blocks[:2] for seq in others)
+    assert len({seq.blocks[2].id for seq in engine.scheduler.running}) == 4
+    run.drain()
+
+
+@pytest.mark.parametrize(
+    "bad, code",
+    [
+        ({"prompt": prompt(500), "max_tokens": 13}, "context_length_exceeded"),
+        ({"prompt": [1, 2, 259]}, "invalid_token"),
+        ({"prompt": [1, -2]}, "invalid_token"),
+        ({"prompt": []}, "invalid_value"),
+        ({"max_tokens": 0}, "invalid_value"),
+        ({"n": 0}, "invalid_value"),
+        ({"grammar": Grammar("start: (")}, "invalid_schema"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_nothing_is_kept(folder, bad, code):
+    engine = make(folder)
+    fields = {"id": "r", "prompt": [1, 2], "max_tokens": 4, **bad}
+    run = Run(engine).put(Submit(**fields)).drain()
+    assert run.refused["r"].code == code
+    assert len(run.refused["r"].message) > 20
+    assert not engine._arrived and engine.pool.used == 0
+
+
+def test_an_id_that_is_running_is_refused_and_the_first_goes_on(folder):
+    engine = make(folder)
+    run = Run(engine).put(Submit("r", [1], 6, GREEDY), Submit("r", [2], 6, GREEDY)).drain()
+    assert run.refused["r"].code == "duplicate_request"
+    assert len(run.tokens["r", 0]) == 6
+
+
+def test_a_deadline_ends_what_runs_and_what_waits(folder):
+    engine = make(folder, max_sequences=1)
+    late = Submit("late", prompt(10), 400, GREEDY, deadline_s=0.05)
+    queued = Submit("queued", prompt(10, 2), 400, GREEDY, deadline_s=0.05)
+    run = Run(engine).put(late, queued, Submit("free", prompt(10, 3), 5, GREEDY))
+    run.step()
+    time.sleep(0.06)
+    run.drain()
+    assert {run.failed[name].code for name in ("late", "queued")} == {"deadline_exceeded"}
+    assert run.finish(("free", 0)) == "length"
+    assert engine.pool.used == 0
+
+
+def test_a_new_prompt_never_stalls_a_running_stream(folder):
+    engine = make(folder, max_batch_tokens=64, mixed_tokens=16)
+    run = Run(engine).put(*(Submit(f"r{i}", [i + 1], 60, GREEDY) for i in range(3)))
+    run.step()
+    run.step()
+    run.put(Submit("long", prompt(300), 4, GREEDY))
+    while not run.tokens.get(("long", 0)):
+        before = {key: len(tokens) for key, tokens in run.tokens.items()}
+        computed = {seq.key: seq.computed for seq in engine.scheduler.running}
+        run.step()
+        for key, count in before.items():
+            if key[0] != "long":
+                assert len(run.tokens[key]) == count + 1, "a stream missed a step"
+        for seq in engine.scheduler.running:
+            if seq.key == ("long", 0):
+                assert seq.computed - computed.get(seq.key, 0) <= 16
+    run.drain()
+
+
+def test_short_prompts_pass_long_ones_but_nobody_waits_for_ever(folder):
+    engine = make(folder, max_batch_tokens=32, max_sequences=1)
+    run = Run(engine).put(
+        Submit("long", prompt(400), 2, GREEDY), Submit("short", prompt(8, 2), 2, GREEDY)
+    )
+    run.drain()
+    order = list(run.tokens)
+    assert order == [("short", 0), ("long", 0)]
+    run.put(Submit("old", prompt(400, 5), 2, GREEDY))
+    run.step()
+    old = engine.scheduler.find("old")[0]
+    new = Submit("new", prompt(8, 6), 2, GREEDY)
+    engine._arrived["new"] = old.arrival_s + 1.0  # a second later: longer than the prompt is worth
+    engine._start(new, None)
+    assert engine.scheduler.find("old")[0].order < engine.scheduler.find("new")[0].order
+    run.drain()
+
+
+def test_cached_tokens_are_frozen_at_first_admission(folder):
+    engine = make(folder)
+    shared = prompt(200)
+    answers(engine, Submit("first", shared, 4, GREEDY))
+    run = Run(engine).put(Submit("second", [*shared, 7, 8], 12, GREEDY))
+    for number in range(100):
+        run.step()
+        if engine.scheduler.running and number % 3 == 1:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+        if not engine.busy:
+            break
+    assert {out.cached for out in run.outs["second", 0]} == {192}
+    assert run.outs["second", 0][-1].written == 0
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token(folder):
+    engine = make(folder)
+    whole = prompt(128)
+    first = answers(engine, Submit("a", whole, 3, GREEDY))
+    run = Run(engine).put(Submit("b", whole, 3, GREEDY)).drain()
+    assert run.outs["b", 0][-1].cached == 64
+    assert run.tokens["b", 0] == first["a", 0]
+
+
+def test_written_tokens_are_those_whose_blocks_became_findable(folder):
+    engine = make(folder)
+    run = Run(engine).put(Submit("a", prompt(150), 60, GREEDY)).drain()
+    assert run.outs["a", 0][-1].written == 150  # the third block was finished by the output
+    run = Run(engine).put(Submit("b", prompt(150), 2, GREEDY)).drain()
+    assert run.outs["b", 0][-1].cached == 128 and run.outs["b", 0][-1].written == 0
+
+
+def test_tenants_never_share_blocks(folder):
+    engine = make(folder)
+    answers(engine, Submit("a", prompt(200), 2, GREEDY, namespace=b"one"))
+    run = Run(engine).put(Submit("b", prompt(200), 2, GREEDY, namespace=b"two")).drain()
+    assert run.outs["b", 0][-1].cached == 0
+    run = Run(engine).put(Submit("c", prompt(200), 2, GREEDY, namespace=b"one")).drain()
+    assert run.outs["c", 0][-1].cached == 192
+
+
+def test_a_sessions_blocks_outlive_a_flood_over_the_tool_gap(folder):
+    kept = {}
+    for pinned in (True, False):
+        engine = make(folder, blocks=16)
+        answers(engine, Submit("turn", prompt(250), 4, GREEDY, session=b"k" * 16))
+        Run(engine).put(TurnEnd(b"k" * 16, pinned)).step()
+        assert engine.stats().sessions_pinned == pinned
+        answers(engine, *(Submit(f"f{i}", prompt(200, 50 + i), 4, GREEDY) for i in range(8)))
+        kept[pinned] = engine.scheduler.lookup(_root(), prompt(250))
+    assert kept[True] == 192 and kept[False] < 192
+
+
+def test_an_ended_session_goes_first(folder):
+    engine = make(folder, blocks=16)
+    answers(engine, Submit("turn", prompt(250), 4, GREEDY, session=b"k" * 16))
+    answers(engine, Submit("other", prompt(250, 2), 4, GREEDY))
+    Run(engine).put(TurnEnd(b"k" * 16, True), SessionEnd(b"k" * 16)).step()
+    assert engine.stats().sessions_pinned == 0
+    for seed in (3, 4):  # the second one needs three blocks of somebody else's
+        answers(engine, Submit("flood", prompt(400, seed), 4, GREEDY))
+    kept = [engine.scheduler.lookup(_root(), prompt(250, seed)) for seed in (1, 2)]
+    assert kept[0] < kept[1] == 192
+
+
+def _root() -> bytes:
+    import cache.prefix as prefix
+
+    return prefix.root(b"")
+
+
+def test_attention_reads_only_the_sequences_own_blocks(folder):
+    engine = make(folder, blocks=32)
+    ask = Submit("a", prompt(200), 30, GREEDY)
+    expected = answers(engine, ask)
+    engine = make(folder, blocks=32)
+    engine.runner.pages.data.fill_(math.nan)
+
+    def poison(engine, _):
+        own = {b.id for s in engine.scheduler.running for b in s.blocks}
+        others = torch.tensor([i for i in range(32) if i not in own])
+        if not any(seq.keys for seq in engine.scheduler.waiting):
+            engine.runner.pages.data.index_fill_(1, others, math.nan)
+
+    assert answers(engine, ask, disturb=poison) == expected
+
+
+def test_logprobs_are_the_targets_with_and_without_drafts(folder):
+    ask = Submit("a", prompt(40), 25, Sampling(temperature=0.8, seed=3, logprobs=3))
+    plain = Run(make(folder)).put(ask).drain()
+    known = dict(plain.tokens)
+    drafted = Run(make(folder, drafts=OracleDrafts(known), max_drafts=5)).put(ask).drain()
+    flat = [[entry for out in run.outs["a", 0] for entry in out.logprobs] for run in (plain, drafted)]
+    assert len(flat[0]) == len(flat[1]) == 25
+    for one, two in zip(*flat, strict=True):
+        assert one.logprob == pytest.approx(two.logprob, abs=1e-9)
+        assert [i for i, _ in one.top] == [i for i, _ in two.top]
+    assert len(drafted.outs["a", 0]) < 25
+
+
+def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch):
+    engine = make(folder)
+    fill = type(engine._masks).fill
+
+    def close(self, requests, rows=None):
+        masks = fill(self, requests, rows)
+        for row, state, _ in requests:
+            if state.steps == 3:
+                masks[row] = 0
+        return masks
+
+    monkeypatch.setattr(type(engine._masks), "fill", close)
+    run = Run(engine).put(
+        Submit("bad", prompt(9), 30, GREEDY, grammar=JSON), Submit("good", prompt(9, 2), 30, GREEDY)
+    ).drain()
+    assert run.failed["bad"].code == "grammar_failed"
+    assert run.finish(("good", 0)) == "length" and engine.pool.used == 0
+
+
+def test_a_stop_id_inside_an_accepted_run_ends_it_there(folder):
+    ask = Submit("a", prompt(30), 30, GREEDY)
+    free = answers(make(folder), ask)["a", 0]
+    stop = free[10]
+    cut = free[: free.index(stop) + 1]
+    ask = Submit("a", prompt(30), 30, GREEDY, stop_ids=[stop])
+    engine = make(folder, drafts=OracleDrafts({("a", 0): free}), max_drafts=8)
+    run = Run(engine).put(ask).drain()
+    assert run.tokens["a", 0] == cut
+    assert run.outs["a", 0][-1].stopped and run.finish(("a", 0)) == "stop"
+
+
+def test_nothing_is_published_beyond_what_was_accepted(folder):
+    ask = Submit("a", prompt(60), 100, GREEDY)
+    engine = make(folder, drafts=RandomDrafts(259, 2), max_drafts=8)
+    text = answers(engine, ask)["a", 0]
+    whole = [*prompt(60), *text]
+    assert engine.scheduler.lookup(_root(), whole) == 128
+    assert engine.pool.cached == 2
+    again = answers(make(folder), Submit("b", whole, 20, GREEDY))
+    assert answers(engine, Submit("b", whole, 20, GREEDY)) == again
