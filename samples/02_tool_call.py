@@ -1,0 +1,27 @@
+"""Force one tool call and use its arguments: they are always valid JSON that fits the schema."""
+
+from __future__ import annotations
+
+from demo import MODEL, TOOLS, server, weather
+from openai import OpenAI
+
+
+def main() -> None:
+    """Ask for a call by name; run the tool."""
+    with server() as url:
+        client = OpenAI(base_url=url, api_key="none")
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Is it warm in Lisbon today?"}],
+            tools=TOOLS,
+            tool_choice={"type": "function", "function": {"name": "get_weather"}},
+            max_completion_tokens=64,
+            temperature=0,
+        )
+        for call in answer.choices[0].message.tool_calls or ():
+            print(call.function.name, call.function.arguments)
+            print(weather(call.function.arguments))
+
+
+if __name__ == "__main__":
+    main()
