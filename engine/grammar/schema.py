@@ -28,7 +28,7 @@ from engine.grammar.clean import (
 )
 from engine.grammar.verdict import Document, Node, embed, fault
 
-__all__ = ["BadSchema", "Checked", "Dropped", "check", "embed"]
+__all__ = ["BadSchema", "Checked", "Dropped", "check", "embed", "measure"]
 
 DEPTH_LIMIT = 64  # nested arrays and objects of the schema's own text
 NODE_LIMIT = 5_000  # arrays and objects in it
@@ -44,7 +44,6 @@ class Checked:
 
     schema: Node
     dropped: tuple[Dropped, ...]
-    size: int  # arrays and objects in the text that was checked
 
 
 def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "object") -> Checked:
@@ -55,7 +54,7 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     """
     if root == "object" and (schema is None or schema == {}):
         schema = {"type": "object", "properties": {}}
-    size = _measure(schema)
+    measure(schema)
     if not isinstance(schema, dict):
         raise BadSchema("invalid_schema", "A schema must be a JSON object.", "", "type")
     modern = _modern(schema)
@@ -66,10 +65,10 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     document = Cleaner(modern, strict, dropped).run()
     _check_cycles(document)
     _settle(document, strict, root, dropped)
-    return Checked(document.root, tuple(dropped), size)
+    return Checked(document.root, tuple(dropped))
 
 
-def _measure(schema: object) -> int:
+def measure(schema: object) -> int:
     """Count arrays and objects; refuse what is too deep or large before recursion meets it."""
     nodes = values = text = 0
     stack: list[tuple[object, int, str]] = [(schema, 1, "")]

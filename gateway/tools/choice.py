@@ -14,13 +14,13 @@ from urllib.parse import quote
 
 import msgspec
 
-from engine.grammar.schema import BadSchema, Checked, Dropped, check, embed
+from engine.grammar.schema import BadSchema, Checked, Dropped, check, embed, measure
 from engine.messages import Grammar
 from gateway.tools import Choice, Format, Tool
 from gateway.tools.finished import complaint
 
 TOOLS_LIMIT = 128
-SIZE_LIMIT = 20_000  # arrays and objects in the schemas of all tools: about 2 s of checking
+SIZE_LIMIT = 10_000  # arrays and objects in the schemas of all tools: about 1 s of checking
 REMEMBERED = 256 * 1024  # bytes; larger tool lists are checked again every time
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
@@ -158,15 +158,12 @@ def _check_tools(raw: bytes) -> _Checked:
     dropped: list[tuple[str, Dropped]] = []
     relaxed: list[tuple[str, Any]] = []
     seen: set[str] = set()
-    size = 0
-    for i, tool in enumerate(parsed):
-        function = _function(i, tool, seen)
+    functions = [_function(i, tool, seen) for i, tool in enumerate(parsed)]
+    _check_size(functions)
+    for i, function in enumerate(functions):
         param = f"tools[{i}].function.parameters"
         strict = bool(function.strict)
         found = _check(f"function {function.name!r}", param, function.parameters, strict, "object")
-        size += found.size
-        if size > SIZE_LIMIT:
-            raise _bad(param, f"All schemas together may hold {SIZE_LIMIT:,} objects. Send fewer.")
         tools.append(Tool(function.name, function.description or "", found.schema, strict))
         dropped += ((param, gone) for gone in found.dropped)
         if found.dropped:
@@ -193,12 +190,34 @@ def _function(index: int, tool: _Tool, seen: set[str]) -> _Function:
     return tool.function
 
 
+def _check_size(functions: Sequence[_Function]) -> None:
+    """Bound the work of all checks before the first one starts."""
+    size = 0
+    for i, function in enumerate(functions):
+        param = f"tools[{i}].function.parameters"
+        try:
+            size += measure(function.parameters)
+        except BadSchema as bad:
+            raise _named(bad, f"function {function.name!r}", param) from None
+        if size > SIZE_LIMIT:
+            raise _bad(
+                param,
+                f"The schemas of all tools together may hold {SIZE_LIMIT:,} objects and arrays. "
+                "Send fewer tools or smaller schemas.",
+            )
+
+
+def _named(bad: BadSchema, what: str, param: str) -> BadSchema:
+    """The same refusal, saying whose schema it is."""
+    message = f"Invalid schema for {what}: {bad.message}"
+    return _bad(param, message, bad.code, bad.pointer, bad.keyword)
+
+
 def _check(what: str, param: str, schema: object, strict: bool, root: Any) -> Checked:
     try:
         return check(schema, strict=strict, root=root)
     except BadSchema as bad:
-        message = f"Invalid schema for {what}: {bad.message}"
-        raise _bad(param, message, bad.code, bad.pointer, bad.keyword) from None
+        raise _named(bad, what, param) from None
 
 
 def _bad(
@@ -227,7 +246,7 @@ def _answer(raw: bytes) -> Checked | None:
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return Checked({"type": "object"}, (), 1)
+        return Checked({"type": "object"}, ())
     if wanted.type != "json_schema":
         raise _bad(
             "response_format.type",
