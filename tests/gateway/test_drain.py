@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sse_starlette.sse import AppStatus
 
+from gateway import app, http
 from gateway.drain import Drain
-from tests.live import Answer, Live, drain, read_one
+from tests.live import Answer, Live, drain, gateway, read_one
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +36,9 @@ async def stream(request):
     async def frames():
         for number in range(int(request.query_params["n"])):
             yield b"data: %d\\n\\n" % number
+            if "deaf" in request.query_params:
+                await asyncio.sleep(0.05)
+                continue
             try:
                 await asyncio.wait_for(one.drain.expired.wait(), 0.05)
             except TimeoutError:
@@ -56,10 +61,10 @@ class Process(Live):
 
     process: subprocess.Popen[str]
 
-    def open_stream(self, frames: int) -> socket.socket:
+    def open_stream(self, frames: int, more: str = "") -> socket.socket:
         """A connection on which the first frame has come."""
         sock = self.connect(10)
-        sock.sendall(f"GET /stream?n={frames} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        sock.sendall(f"GET /stream?n={frames}{more} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
         seen = b""
         while b"data: 0" not in seen:
             seen += sock.recv(1000)
@@ -122,7 +127,7 @@ def test_a_stream_that_outlives_the_drain_gets_a_typed_error_and_done() -> None:
 
 
 def test_a_second_signal_ends_the_server_at_once() -> None:
-    with program(0, 60) as live, live.open_stream(10_000) as stream:
+    with program(0, 60) as live, live.open_stream(10_000, "&deaf=1") as stream:
         live.signal()
         time.sleep(0.2)
         begin = live.signal()
@@ -189,6 +194,16 @@ def test_the_drain_waits_for_work_and_expires_what_is_left(
     assert 6 < asyncio.run(course(0, 6, 30)) < 12
     assert asyncio.run(course(1, 0, 8)) >= 8
     assert asyncio.run(course(0, 50, 8)) < 15, "the timeout bounds the delay too"
+
+
+def test_a_server_of_ours_turns_the_libraries_own_cutting_of_streams_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AppStatus, "enable_automatic_graceful_drain", True)
+    one = gateway()
+    http.server(app.build(one), one)
+    assert AppStatus.enable_automatic_graceful_drain is False
+    assert AppStatus.should_exit is False
 
 
 def test_leaving_more_often_than_entering_is_our_mistake() -> None:
