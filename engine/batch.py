@@ -1,4 +1,4 @@
-"""A plan as flat tensors: one token axis for any mix of chunks, decodes and verifications.  Computes nothing."""
+"""A plan as flat tensors: one token axis for chunks, decodes, verifications.  Computes nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """N flat tokens of S rows.  Host lists stand beside tensors where the CPU attention needs them."""
+    """N flat tokens of S rows; host lists where the host alone reads them."""
 
     tokens: torch.Tensor  # [N] int64
     positions: torch.Tensor  # [N] int64

@@ -1,12 +1,14 @@
 """Put an engine together: weights, model, pages, pool, grammar.  Runs no step.
 
-Weights load while the grammar library builds its view of the tokenizer: the two slowest parts of a start
-share it.
+Weights load while the grammar library builds its view of the tokenizer: the two slowest parts of a
+start share it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,6 +62,7 @@ def build(
 ) -> Parts:
     """Load and allocate; raise BadConfig, BadWeights or MemoryError, with nothing left behind."""
     config.check()
+    _keep_freed_memory()
     shape = checkpoint.config
     max_len = _max_len(config, shape.max_len)
     device = _device(config.device)
@@ -97,6 +100,18 @@ def build(
         compiler=grammar,
         masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
     )
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what a step frees: else every step's buffers are mapped and faulted in anew.
+
+    Measured on two cores, SmolLM2-135M: a decode step of 16 sequences 221 -> 85 ms on one thread, a
+    chunk of 512 prompt tokens 665 -> 410 ms.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3  # names of malloc.h
+        for setting in (trim_threshold, mmap_threshold):
+            libc.mallopt(setting, 1 << 30)
 
 
 def _max_len(config: EngineConfig, trained: int) -> int:

@@ -37,8 +37,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
         """Return self, or raise BadConfig."""
         if self.dtype == "float16":
             raise BadConfig(
-                "dtype float16 is not served: it overflows in some models and is the slowest type on "
-                "a CPU. Use bfloat16 (auto) or float32."
+                "dtype float16 is not served: it overflows in some models and is the slowest type "
+                "on a CPU. Use bfloat16 (auto) or float32."
             )
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}.")

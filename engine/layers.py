@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def rotary_frequencies(config: ModelConfig) -> Tensor:
     """[head_dim / 2] float64 angles a position, after the checkpoint's scaling rule.
 
-    Plain and linear: Su et al., RoFormer (2021); `llama3`: the Llama 3.1 release's rule, which keeps
-    short wavelengths, divides long ones by `factor` and blends between.
+    Plain and linear: Su et al., RoFormer (2021); `llama3`: the Llama 3.1 release's rule, which
+    keeps short wavelengths, divides long ones by `factor` and blends between.
     """
     steps = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
     frequencies = 1.0 / (config.rope_theta ** (steps / config.head_dim))
@@ -36,9 +36,10 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin, each [length, 1, head_dim]; sin is negative in the first half.
 
-    With that sign folded in, rotating is x * cos + roll(x, head_dim / 2) * sin: two passes, no halves.
+    With that sign folded in, rotating is x * cos + roll(x, head_dim / 2) * sin: two passes, no
+    halves.
     """
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rotary_frequencies(config)[None, :]
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), rotary_frequencies(config))
     cos, sin = angles.cos(), angles.sin()
     return (
         torch.cat((cos, cos), dim=-1)[:, None].to(dtype).contiguous(),
@@ -47,5 +48,5 @@ def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype) -> tuple
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [N, heads, head_dim] by position; cos and sin are rows of `rotary_tables`, [N, 1, head_dim]."""
+    """Rotate [N, heads, head_dim] by position; cos, sin [N, 1, head_dim] are of `rotary_tables`."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

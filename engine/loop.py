@@ -1,4 +1,4 @@
-"""The engine: messages in, one step at a time, messages out.  Knows no sockets; see server.py for those.
+"""The engine: messages in, one step at a time, messages out.  Knows no sockets; see server.py.
 
     receive -> plan -> launch -> supply -> settle -> collect -> commit -> propose
 
@@ -83,6 +83,7 @@ class Engine:
         self.inbox: queue.SimpleQueue[ToEngine | _CompileDone] = queue.SimpleQueue()
         self._compiler, self._masks = parts.compiler, parts.masks
         self._drafts = drafts
+        self._source = head.source if head is not None else ""  # of the device's drafts
         self._compiling: dict[str, Submit] = {}
         self._arrived: dict[str, float] = {}  # request id -> monotonic seconds, while it lives
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
@@ -281,7 +282,7 @@ class Engine:
                 self._abort(row.seq.submit.id, -1)
                 replies.append(_grammar_failed(row.seq))
             elif flight.drafts and not row.seq.finish:
-                self._take_draft(row.seq, flight.drafts[i], self.runner.head.source)
+                self._take_draft(row.seq, flight.drafts[i], self._source)
         self._number += 1
         return [Step(self._number, [out for out in outs if out.tokens or out.finish]), *replies]
 

@@ -1,4 +1,4 @@
-"""The two ways to guess tokens ahead: HostDrafts and DeviceDraft.  Defines protocols; guesses nothing.
+"""Two ways to guess tokens ahead: HostDrafts and DeviceDraft.  Only protocols; guesses nothing.
 
 A guess may be wrong, late or absent: by the acceptance rule (engine/accept.py) it can cost time but
 never change an answer.  Chains only: token i+1 is proposed after token i.
@@ -52,10 +52,11 @@ class HostDrafts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a device draft extends on: rows that the target has just computed, with their true features.
+    """What a device draft extends on: rows just computed, with the target's true features.
 
-    Row i of a sequence consumes token x[i+1] with the target's feature of position i, and its KV lies in
-    the slot of the token it consumes, so that ordinary block hashes cover it (design: section 7).
+    Row i of a sequence consumes token x[i+1] with the target's feature of position i, and its KV
+    lies in the slot of the token it consumes, so that ordinary block hashes cover it (design:
+    section 7).
     """
 
     batch: Batch  # tokens = the consumed tokens, positions = i, slots = slot of i+1
@@ -70,8 +71,8 @@ class Features:
 class DeviceDraft(Protocol):
     """Guesses made where the model runs, with a KV of its own (EAGLE-3).
 
-    Both calls work on buffers that the engine owns and read nothing back to the host, so that the engine
-    can capture them into its settle graph.
+    Both calls work on buffers that the engine owns and read nothing back to the host, so that the
+    engine can capture them into its settle graph.
     """
 
     source: str
@@ -84,7 +85,7 @@ class DeviceDraft(Protocol):
         """Consume true features: write draft KV, keep each sequence's newest state."""
 
     def step(self, features: Features, depth: int) -> Tensor:
-        """[sequences] int64: draft number `depth` (from 0) of every sequence, after extend or the last step."""
+        """[sequences] int64: every sequence's draft number `depth` (from 0)."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block's draft KV (a fork)."""

@@ -1,15 +1,16 @@
-"""The device side of a step: forward, then settle (mask, sample, draft).  Chooses no rows, ends no sequence.
+"""The device side of a step: forward, then settle (mask, sample, draft).  Chooses no rows.
 
     launch(forward) -> supply(masks) -> settle -> collect(depth)
 
-The phases are separate so that a GPU can run ahead of the host: on the CPU `collect(0)` returns the step
-just launched.  What a step draws and drafts is read by the host only through `collect`.
+The phases are separate so that a GPU can run ahead of the host: on the CPU `collect(0)` returns
+the step just launched.  What a step draws and drafts is read by the host only through `collect`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +39,7 @@ class Flight:
     drafts: list[list[int]] = field(default_factory=list)  # a chain per row of the plan
 
     def drawn(self) -> list[list[int]]:
-        """The target's tokens of each row of the plan, one more than its drafts; empty for chunks."""
+        """The target's tokens of each row, one more than its drafts; empty for chunks."""
         assert self.sampled is not None, "a flight was read before it was settled"
         tokens, begin, found = self.sampled.tokens, 0, []
         for count in self.batch.logit_counts:
@@ -112,7 +113,7 @@ class Runner:
         return ready
 
     def _draft(self, head: DeviceDraft, flight: Flight) -> list[list[int]]:
-        """Extend the draft on this step's true features, then guess up to `max_drafts` tokens a row."""
+        """Extend the draft on this step's true features, then guess `max_drafts` tokens a row."""
         assert flight.hidden.taps is not None, "the model was built without the draft's taps"
         features = _features(flight, self.pages.size, self.max_drafts)
         head.extend(features)
@@ -121,7 +122,8 @@ class Runner:
         if not steps:
             return [[] for _ in flight.plan.rows]
         chains = torch.stack(steps, dim=1).tolist()
-        return [chain[:limit] for chain, limit in zip(chains, features.limits.tolist(), strict=True)]
+        limits = features.limits.tolist()
+        return [chain[:limit] for chain, limit in zip(chains, limits, strict=True)]
 
 
 def matched(draft: list[int], drawn: list[int]) -> int:
@@ -178,22 +180,20 @@ def _features(flight: Flight, size: int, max_drafts: int) -> Features:
         limits.append(max(0, min(max_drafts, seq.remaining - right - 2)) if share.last else 0)
         begin += share.count
     device = flight.batch.tokens.device
-    as_ints = {"dtype": torch.int64, "device": device}
-    index = torch.tensor(rows, **as_ints)
+    ints = partial(torch.tensor, dtype=torch.int64, device=device)
     assert flight.hidden.taps is not None
     seqs = [share.seq for share in flight.plan.rows]
-    empty = torch.empty(0, **as_ints)
     return Features(
         batch=Batch(
-            torch.tensor(tokens, **as_ints), torch.tensor(positions, **as_ints),
-            torch.tensor(slots, **as_ints), starts, counts, tables, empty, [0] * len(counts),
+            ints(tokens), ints(positions),
+            ints(slots), starts, counts, tables, ints([]), [0] * len(counts),
         ),
-        hidden=flight.hidden.taps.index_select(0, index),
-        last=torch.tensor(last, **as_ints),
-        seeds=torch.tensor([_signed(seq.sampling.seed) for seq in seqs], **as_ints),
-        choices=torch.tensor([seq.index for seq in seqs], **as_ints),
+        hidden=flight.hidden.taps.index_select(0, ints(rows)),
+        last=ints(last),
+        seeds=ints([_signed(seq.sampling.seed) for seq in seqs]),
+        choices=ints([seq.index for seq in seqs]),
         temperatures=torch.tensor([seq.sampling.temperature for seq in seqs], device=device),
-        limits=torch.tensor(limits, **as_ints),
+        limits=ints(limits),
     )
 
 

@@ -1,9 +1,10 @@
 """Who computes how many tokens this step, and what a step's result means.  Touches no tensors.
 
-One rule: every sequence wants `len(tokens) + len(draft) - computed` tokens; each step lets computed catch
-up with wanted within a budget.  Sequences that decode go first, so that prompts never stall them; among
-prompts the shorter one goes first unless the longer one has waited for it (rank).  When blocks run out the
-youngest sequence is preempted: it keeps its tokens, loses its blocks, and comes back through the cache.
+One rule: every sequence wants `len(tokens) + len(draft) - computed` tokens; each step lets
+computed catch up with wanted within a budget.  Sequences that decode go first, so that prompts
+never stall them; among prompts the shorter one goes first unless the longer one has waited for it
+(rank).  When blocks run out the youngest sequence is preempted: it keeps its tokens, loses its
+blocks, and comes back through the cache.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Scheduler:
         bisect.insort(self.waiting, seq, key=_order)
 
     def find(self, request: str, index: int = -1) -> list[Sequence]:
-        """Living sequences of a request (one choice of it when `index` >= 0), forks to come included."""
+        """Living sequences of a request (one choice when `index` >= 0), forks to come included."""
         found = []
         for seq in (*self.running, *self.waiting):
             if seq.submit.id == request:
@@ -98,8 +99,8 @@ class Scheduler:
             if seq in self.running and prompts > 0 and (row := self._row(seq, prompts, rows)):
                 rows.append(row)
                 prompts -= row.count
-        while prompts > 0 and (seq := self._admit()):
-            if row := self._row(seq, prompts, rows):
+        while prompts > 0 and (admitted := self._admit()):
+            if row := self._row(admitted, prompts, rows):
                 rows.append(row)
                 prompts -= row.count
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
@@ -141,7 +142,7 @@ class Scheduler:
         return False
 
     def preempt(self, seq: Sequence) -> None:
-        """Take the blocks away; the sequence waits, keeps its tokens, and is computed again later."""
+        """Take the blocks away; the sequence keeps its tokens and is computed again later."""
         self.running.remove(seq)
         self._release(seq)
         seq.drop_draft()
@@ -157,7 +158,7 @@ class Scheduler:
             return None
         seq = self.waiting[0]
         hits = self._match(seq)
-        idle_hits = sum(block.users == 0 for block in hits)  # sharing them takes them off `available`
+        idle_hits = sum(block.users == 0 for block in hits)  # sharing makes them unavailable
         need = self._blocks_for(len(seq.tokens) + self.lookahead) - len(hits) + idle_hits
         spare = len(self.running)  # each running sequence may need a block soon
         if self.running and self.pool.available < need + spare:
@@ -185,7 +186,7 @@ class Scheduler:
     # ---- commit ----------------------------------------------------------------------------------
 
     def commit(self, row: Row, accepted: Accepted | None) -> None:
-        """Book a row's result: `accepted` for a last row, None for a chunk in the middle of a prompt."""
+        """Book a row's result: `accepted` of a last row, None for a chunk in mid-prompt."""
         seq = row.seq
         if accepted is None:
             seq.computed = row.start + row.count
@@ -205,7 +206,7 @@ class Scheduler:
             self.drop(seq)
 
     def _publish(self, seq: Sequence) -> None:
-        """Give every block that is full of committed tokens its key, so that others can share it."""
+        """Give every block that is full of committed tokens its key: others can share it."""
         if not self.config.prefix_caching:
             return
         size = self.pool.size
@@ -218,9 +219,9 @@ class Scheduler:
                 seq.written += max(0, min(seq.prompt_len, (i + 1) * size) - i * size)
 
     def _fork(self, seq: Sequence) -> None:
-        """Start the other choices on the prompt's KV: share its full blocks, copy the one they write."""
+        """Start the other choices on the prompt's KV: share full blocks, copy the last."""
         siblings, seq.siblings = seq.siblings, []
-        shared = (seq.prompt_len - 1) // self.pool.size  # they compute the last prompt token themselves
+        shared = (seq.prompt_len - 1) // self.pool.size  # each computes the last prompt token
         for fork in siblings:
             fork.cached = seq.cached
             room = len(self.running) < self.config.max_sequences

@@ -3,8 +3,8 @@
     tokens  0 ..... computed ..... len(tokens) | draft
             KV exists        KV wanted this step and next
 
-`want` is the one rule of the scheduler: prompt, prefix hit, chunk, decode, verification and resume after
-preemption differ only in how far `computed` lags behind.
+`want` is the one rule of the scheduler: prompt, prefix hit, chunk, decode, verification and resume
+after preemption differ only in how far `computed` lags behind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.accept import End
 
 if TYPE_CHECKING:
     from cache.blocks import Block
-    from engine.grammar import State
+    from engine.grammar.matcher import State
     from engine.messages import Sampling, Submit
     from engine.sampling import History
 
@@ -38,7 +38,7 @@ class Sequence:
     source: str = ""  # of the draft
     blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the blocks that are full and committed
-    siblings: list[Sequence] = field(default_factory=list)  # choices that fork after this one's prefill
+    siblings: list[Sequence] = field(default_factory=list)  # fork after our prefill
     finish: str = ""
     cached: int | None = None  # prompt tokens found in the cache; frozen at first admission
     written: int = 0  # prompt tokens whose blocks this sequence published

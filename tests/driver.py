@@ -1,4 +1,4 @@
-"""Run an engine to the end of some requests, step by step, checking it after every step.  For tests."""
+"""Run an engine to the end of some requests, checking it after every step.  Makes no claims."""
 
 from __future__ import annotations
 

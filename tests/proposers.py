@@ -40,14 +40,15 @@ class OracleDrafts:
     def propose(self, turn: Turn) -> Draft:
         done = len(turn.tokens) - turn.prompt_len
         rest = self.answers.get(turn.key, [])[done : done + turn.limit]
-        return Draft(rest[: self.random.randint(0, len(rest))] if self.random.random() < 0.3 else rest)
+        cut = self.random.randint(0, len(rest)) if self.random.random() < 0.3 else len(rest)
+        return Draft(rest[:cut])
 
     def forget(self, key: tuple[str, int]) -> None:
         pass
 
 
 class AdversarialDrafts(OracleDrafts):
-    """Right up to a place, then wrong by one; stop ids, repeats and edge ids where they hurt most."""
+    """Right up to a place, then wrong: stop ids, repeats and edge ids where they hurt most."""
 
     source = "adversarial"
 
@@ -82,7 +83,7 @@ class ForcedDrafts:
 
 
 class RandomHead:
-    """A one-layer draft with random weights and a KV of its own: guesses badly, by the real protocol."""
+    """A one-layer draft with random weights and a KV of its own, behind the real protocol."""
 
     source = "head"
 
@@ -128,7 +129,8 @@ class RandomHead:
 
     def extend(self, features: Features) -> None:
         batch = features.batch
-        seen = [-(-(s + 1 + c) // self.size) for s, c in zip(batch.starts, batch.counts, strict=True)]
+        ends = [s + 1 + c for s, c in zip(batch.starts, batch.counts, strict=True)]
+        seen = [-(-end // self.size) for end in ends]
         tables = [table[:n] for table, n in zip(batch.tables, seen, strict=True)]
         rows = Batch(
             batch.tokens, batch.positions, batch.slots, batch.starts, batch.counts, tables,

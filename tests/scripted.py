@@ -1,4 +1,4 @@
-"""A scripted engine behind the Link protocol, and a byte tokenizer: for gateway tests.  Runs no model."""
+"""A scripted engine behind the Link protocol, and a byte tokenizer, for tests.  Runs no model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOS = 257
 
 
 def byte_tokenizer_json() -> str:
-    """A `tokenizers` JSON: one token a byte (ids 0..255), then <|endoftext|>, <|im_start|>, <|im_end|>."""
+    """A `tokenizers` JSON: a token a byte, then <|endoftext|>, <|im_start|>, <|im_end|>."""
     letters = _byte_letters()
     vocab = {letters[b]: b for b in range(256)}
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -36,19 +36,19 @@ def byte_tokenizer_json() -> str:
         }
         for i, text in enumerate(special)
     ]
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
+    }
     return json.dumps(
         {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": None,
-            "pre_tokenizer": {
-                "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
-            },
+            "pre_tokenizer": byte_level,
             "post_processor": None,
-            "decoder": {
-                "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
-            },
+            "decoder": byte_level,
             "model": {
-                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                "type": "BPE", "dropout": None, "unk_token": None,
+                "continuing_subword_prefix": None,
                 "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
                 "ignore_merges": False, "vocab": vocab, "merges": [],
             },
@@ -136,7 +136,7 @@ class ScriptedLink:
         for number, batch in enumerate(script.batches):
             await asyncio.sleep(script.delay_s)
             if script.fail_after == number:
-                self.boxes.deliver([Failed(submit.id, "internal", "The engine gave up on this request.")])
+                self.boxes.deliver([Failed(submit.id, "internal", "The engine gave up on this.")])
                 return
             last = number == len(script.batches) - 1
             outs = [

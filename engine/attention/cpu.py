@@ -1,10 +1,11 @@
 """Paged attention in plain torch: the exact reference, and quick on a CPU.  Runs no custom kernel.
 
-Rows of a few tokens (decode, verification) are gathered into one padded batch and computed by two batched
-products a layer.  The query heads of a KV head stand side by side in a block-diagonal query, so that the
-gathered [tokens, kv_heads * head_dim] is used as it lies: no per-head copies, no per-token loop.  (That
-keys and values are contiguous after the gather is worth a factor of three; hence the pages' layout.)
-Rows of a prompt chunk run one by one, with the triangular mask only on the chunk's own columns.
+Rows of a few tokens (decode, verification) are gathered into one padded batch and computed by two
+batched products a layer.  The query heads of a KV head stand side by side in a block-diagonal
+query, so that the gathered [tokens, kv_heads * head_dim] is used as it lies: no per-head copies,
+no per-token loop.  (That keys and values are contiguous after the gather is worth a factor of
+three; hence the pages' layout.) Rows of a prompt chunk run one by one, with the triangular mask
+only on the chunk's own columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WASTE = 1.34  # longest to shortest context, in blocks, inside one group
 class _Group:
     """Short rows of similar context length."""
 
-    flat: Tensor | None  # [B * R] flat tokens, rows padded by repeating their first; None = all of them
+    flat: Tensor | None  # [B * R] flat tokens, rows padded by their first; None = all
     back: Tensor | None  # [tokens] where each flat token's result lies in [B * R]; None = as it is
     keys: Tensor  # [B * blocks] half-page ids, padded by repeating the last
     values: Tensor
@@ -103,7 +104,8 @@ class CpuAttention:
             rows = sorted(rows)
         width = max(batch.counts[i] for i in rows)
         blocks = max(len(batch.tables[i]) for i in rows)
-        table = [batch.tables[i] + batch.tables[i][-1:] * (blocks - len(batch.tables[i])) for i in rows]
+        tables = [batch.tables[i] for i in rows]
+        table = [ids + ids[-1:] * (blocks - len(ids)) for ids in tables]
         flat: list[int] = []
         back: list[int] = []
         limits: list[list[int]] = []
@@ -111,7 +113,8 @@ class CpuAttention:
             count, pad = batch.counts[i], width - batch.counts[i]
             flat += [*range(begins[i], begins[i] + count), *[begins[i]] * pad]
             back += range(place * width, place * width + count)
-            limits.append([*range(batch.starts[i], batch.starts[i] + count), *[batch.starts[i]] * pad])
+            start = batch.starts[i]
+            limits.append([*range(start, start + count), *[start] * pad])
         columns = torch.arange(blocks * self.size)
         seen = columns <= torch.tensor(limits)[:, :, None, None]
         mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)

@@ -1,6 +1,7 @@
 """Model families: the protocol and the registry.  Imports none of them until asked.
 
-To add a family: one file with a class like `Llama`, one line here; the conformance suite runs on it.
+To add a family: one file with a class like `Llama`, one line here; the conformance suite runs on
+it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,26 @@ if TYPE_CHECKING:
 
     from engine.attention import Attention
     from engine.batch import Batch
+    from engine.model_config import ModelConfig
 
 MODELS = {"LlamaForCausalLM": "engine.models.llama:Llama"}
 
 
 class Model(Protocol):
     """A decoder over a flat token axis."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        max_len: int,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """Take the tensors that `expected` named; positions go up to `max_len`."""
+
+    @staticmethod
+    def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor the family needs, in the checkpoint's own names."""
 
     def forward(self, batch: Batch, pages: Tensor, attention: Attention) -> Hidden:
         """Run all layers; writes KV into `pages` [layers, blocks, 2, size, kv_heads, head_dim]."""
@@ -37,12 +52,12 @@ class Hidden:
         self.taps = taps
 
 
-def family(architecture: str) -> type:
+def family(architecture: str) -> type[Model]:
     """The class of a model family; raise KeyError naming the known ones."""
     if architecture not in MODELS:
         raise KeyError(
             f"Architecture {architecture!r} is not served; known: {', '.join(sorted(MODELS))}."
         )
     module, name = MODELS[architecture].split(":")
-    found: type = getattr(importlib.import_module(module), name)
+    found: type[Model] = getattr(importlib.import_module(module), name)
     return found

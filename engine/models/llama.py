@@ -1,7 +1,7 @@
-"""The Llama family: Llama 2, 3, 3.1 and SmolLM2, as few and large operations as torch allows.  Samples nothing.
+"""Llama 2, 3, 3.1 and SmolLM2, in as few and large operations as torch allows.  Samples nothing.
 
-Projections that read the same input are one matrix (q, k and v; gate and up): on a CPU a step at batch
-one is bound by reading weights, and by the number of operations beside them.
+Projections that read the same input are one matrix (q, k and v; gate and up): on a CPU a step at
+batch one is bound by reading weights, and by the number of operations beside them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine's promise: output is a function of weights, prompt, parameters and seed alone.
 
-Every way to run a request (batch, chunks, cache, preemption, drafts of any kind, fork) gives the same
-tokens in fp64, for every way to draw them.  Pairs of settings are covered pairwise.
+Every way to run a request (batch, chunks, cache, preemption, drafts of any kind, fork) gives the
+same tokens in fp64, for every way to draw them.  Pairs of settings are covered pairwise.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ SCHEMA = {
     },
     "required": ["city", "days", "n"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
 }
 GRAMMARS = {
     "free": None,
-    "json": Grammar(f"start: %json {json.dumps({**SCHEMA, 'x-guidance': {'whitespace_flexible': False}})}"),
+    "json": Grammar(f"start: %json {json.dumps(SCHEMA)}"),
     "choice": Grammar('start: "<a>" ("yes" | "no" | /[0-9]{3,9}/)+ "</a>"'),
 }
 WAYS = {
@@ -72,7 +73,7 @@ CHOICES = [1, 2]
 
 
 def pairwise(*axes, seed=5):
-    """Rows that contain every pair of values of every two axes: greedy, a few rows above the optimum."""
+    """Rows that hold every pair of values of every two axes: greedy, near the fewest."""
     chance = random.Random(seed)
     missing = {
         (i, a, j, b)
@@ -84,7 +85,8 @@ def pairwise(*axes, seed=5):
     while missing:
         pool = [tuple(chance.choice(axis) for axis in axes) for _ in range(60)]
         i, a, j, b = next(iter(sorted(missing, key=repr)))
-        pool = [tuple(a if n == i else b if n == j else v for n, v in enumerate(row)) for row in pool]
+        wanted = {i: a, j: b}
+        pool = [tuple(wanted.get(n, value) for n, value in enumerate(row)) for row in pool]
 
         def gain(row):
             return sum(
@@ -110,7 +112,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(folder):
-    """One request at a time, no cache, no drafts, whole prompts: the answers all others must equal."""
+    """One request at a time, no cache, no drafts, whole prompts: what all others must equal."""
     engine = make(folder, prefix_caching=False, max_batch_tokens=4096)
     known = {}
 
@@ -135,7 +137,8 @@ def requests(draw: str, grammar: str, n: int) -> list[Submit]:
     ]
     return [
         Submit(
-            f"r{i}", prompt, 40 + i, msgspec.structs.replace(DRAWS[draw], seed=DRAWS[draw].seed + i),
+            f"r{i}", prompt, 40 + i,
+            msgspec.structs.replace(DRAWS[draw], seed=DRAWS[draw].seed + i),
             n=n, stop_ids=[EOS], grammar=GRAMMARS[grammar],
         )
         for i, prompt in enumerate(prompts)
@@ -195,7 +198,7 @@ def test_the_texts_are_not_trivial(truth):
     assert max(len(set(text)) for text in seen) > 20
 
 
-# ---- breaking one row of one thing must be noticed ---------------------------------------------------
+# ---- breaking one row of one thing must be noticed ---------------------------------------------
 
 
 def spoilt(folder, truth, draw, grammar, depth=5):

@@ -1,4 +1,4 @@
-"""The engine's loop: admission, aborts, deadlines, forks, sessions, fairness.  Exactness has its own file."""
+"""The engine's loop: admission, aborts, deadlines, forks, sessions, fairness.  Not exactness."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_logprobs_are_the_targets_with_and_without_drafts(folder):
     plain = Run(make(folder)).put(ask).drain()
     known = dict(plain.tokens)
     drafted = Run(make(folder, drafts=OracleDrafts(known), max_drafts=5)).put(ask).drain()
-    flat = [[entry for out in run.outs["a", 0] for entry in out.logprobs] for run in (plain, drafted)]
+    flat = [[e for out in run.outs["a", 0] for e in out.logprobs] for run in (plain, drafted)]
     assert len(flat[0]) == len(flat[1]) == 25
     for one, two in zip(*flat, strict=True):
         assert one.logprob == pytest.approx(two.logprob, abs=1e-9)
