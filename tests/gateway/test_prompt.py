@@ -343,8 +343,8 @@ def test_text_completions_read_control_tokens_and_ids_must_be_in_the_vocabulary(
     ids = anyio.run(made.plain, "<|im_start|>user\nhello").ids
     assert ids[:2] == [0, 1]
     assert anyio.run(made.plain, "<|endoftext|>hello").ids[:2] != [0, 0]
-    with pytest.raises(BadRequest, match="419"):
-        made.given([420])
+    with pytest.raises(BadRequest, match=str(len(made.vocabulary) - 1)):
+        made.given([len(made.vocabulary)])
 
 
 @pytest.mark.parametrize(
