@@ -136,6 +136,7 @@ class Shell:
         except Exception as error:
             problem = self._judge(error, reply)
             if not reply.started:
+                self._count(problem)
                 await respond(problem)(scope, receive, reply.send)
             elif not isinstance(error, ApiError):
                 # uvicorn closes the connection, so that the caller sees a cut and not an end.
@@ -151,8 +152,12 @@ class Shell:
         else:
             scope["slipstream.principal"] = gateway.keys.principal(scope["headers"])
         if gateway.drain.draining and path not in PROBES:
-            gateway.metrics.rejected("draining")
             raise Draining
+
+    def _count(self, problem: ApiError) -> None:
+        """Keep the number of requests that were turned away because of our state, not theirs."""
+        if problem.status in (429, 503, 504):
+            self._gateway.metrics.rejected((problem.code or "other").removeprefix("server_"))
 
     def _judge(self, error: Exception, reply: _Reply) -> ApiError:
         """The error to answer with; a fault of ours is logged, by place and type only."""

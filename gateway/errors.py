@@ -169,7 +169,7 @@ class PayloadTooLarge(ApiError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             f"The request body is larger than {limit:,} bytes, the limit of this server. "
-            f"Send less, or start it with a larger --max-body-bytes.",
+            f"Send less, or start it with a larger --gateway.max-body-bytes.",
             headers={"connection": "close"},
         )
 

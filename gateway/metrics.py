@@ -28,7 +28,8 @@ SAMPLE_S = 1.0
 PHASES = ("upload", "queued", "prefill", "decode", "end")  # where a client can leave
 FINISHES = ("stop", "length", "tool_calls", "abort", "error")
 REJECTIONS = (
-    "queue_full", "draining", "loading", "engine_unavailable", "deadline", "refused", "connections",
+    "queue_full", "draining", "loading", "engine_unavailable", "engine_restarted",
+    "deadline_exceeded", "connections", "other",
 )  # fmt: skip
 OUTCOMES = ("hit", "spill", "rebind", "none")
 
@@ -185,7 +186,7 @@ class Metrics:
 
     def rejected(self, reason: str) -> None:
         """A request was turned away before its 200, for one of REJECTIONS."""
-        self._rejected[reason if reason in REJECTIONS else "refused"] += 1
+        self._rejected[reason if reason in REJECTIONS else "other"] += 1
 
     def violation(self) -> None:
         """A stream of ours broke its own protocol."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gateway.auth import Keys, load_secret
 from gateway.config import GatewayConfig
 from gateway.drain import Drain
-from gateway.errors import ApiError, Draining, Loading, Unavailable
+from gateway.errors import Draining, Loading, Unavailable
 from gateway.limits import Admission, Ticket
 from gateway.link import Link
 from gateway.metrics import Metrics
@@ -59,17 +59,13 @@ class Gateway:
         )
 
     def admit(self, prompt_tokens: int) -> Ticket:
-        """Take a place in the queue; raise (and count) Draining, Loading, Unavailable, QueueFull.
+        """Take a place in the queue; raise Draining, Loading, Unavailable or QueueFull.
 
         Call it before the 200.  `with` the ticket, or `release()` it in the stream's `finally`;
         `started()` at the first token.
         """
-        try:
-            self.check_ready()
-            return self.admission.enter(prompt_tokens)
-        except ApiError as error:
-            self.metrics.rejected((error.code or "refused").removeprefix("server_"))
-            raise
+        self.check_ready()
+        return self.admission.enter(prompt_tokens)
 
     def check_ready(self) -> None:
         """Raise Draining, Loading or Unavailable unless new work can be taken now."""

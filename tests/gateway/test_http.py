@@ -127,6 +127,9 @@ def test_the_clients_own_id_goes_first_and_two_minted_ones_differ(live: Live) ->
     assert len(minted) == 3
 
 
+KINDS = ("crash", "deep", "loading", "cut", "full", "late", "wrong")
+
+
 def _broken(kind: str) -> Route:
     async def endpoint(request: Request) -> Response:
         if kind == "crash":
@@ -135,6 +138,12 @@ def _broken(kind: str) -> Route:
             raise RecursionError
         if kind == "loading":
             raise errors.Loading
+        if kind == "full":
+            raise errors.QueueFull("m", 1.0)
+        if kind == "late":
+            raise errors.DeadlineExceeded
+        if kind == "wrong":
+            raise errors.BadRequest("m")
 
         async def parts() -> Iterator[bytes]:
             yield b"begun"
@@ -149,7 +158,7 @@ def _broken(kind: str) -> Route:
 def broken() -> Iterator[Live]:
     one = gateway()
     asgi = app.build(one)
-    asgi.router.routes.extend(_broken(kind) for kind in ("crash", "deep", "loading", "cut"))
+    asgi.router.routes.extend(_broken(kind) for kind in KINDS)
     with running(one, asgi) as server:
         yield server
 
@@ -184,6 +193,18 @@ def test_other_errors_of_endpoints_keep_their_status(broken: Live) -> None:
     assert loading.status == 503 and loading.error["code"] == "loading"
     assert loading.headers["retry-after"] == "2" and loading.headers["retry-after-ms"] == "2000"
     assert "x-should-retry" not in loading.headers
+
+
+def test_requests_turned_away_are_counted_by_reason(broken: Live) -> None:
+    before = dict(broken.gateway.metrics._rejected)
+    for kind in ("full", "loading", "late", "wrong", "crash"):
+        broken.ask("GET", f"/{kind}")
+    after = broken.gateway.metrics._rejected
+    moved = {reason: after[reason] - before[reason] for reason in after}
+    assert {reason for reason, count in moved.items() if count} == {
+        "queue_full", "loading", "deadline_exceeded",
+    }  # fmt: skip
+    assert set(moved.values()) == {0, 1}
 
 
 ALL_ERRORS = [

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from gateway import errors, limits
 from gateway.limits import Admission
+from tests.asking import open_gateway, with_client
 from tests.live import Live, gateway, running, with_echo
+from tests.scripted import Script, ScriptedLink
 
 RAN: list[bytes] = []
 LIMIT = 256 * 1024
@@ -310,7 +312,7 @@ def test_the_counts_agree_after_any_course_of_events(course: list[tuple[str, int
     assert (queue.queued, queue.queued_tokens, queue.open) == (0, 0, 0)
 
 
-def test_a_gateway_refuses_before_the_engine_is_there_and_counts_why() -> None:
+def test_a_gateway_admits_only_what_it_can_serve_now() -> None:
     one = gateway(max_queued_requests=1)
     hello, one.link.hello = one.link.hello, None
     with pytest.raises(errors.Loading):
@@ -325,6 +327,31 @@ def test_a_gateway_refuses_before_the_engine_is_there_and_counts_why() -> None:
     one.drain.begin()
     with pytest.raises(errors.Draining):
         one.admit(5)
-    page = one.metrics.page().decode()
-    for reason in ("loading", "queue_full", "engine_unavailable", "draining"):
-        assert f'reason="{reason}"}} 1.0' in page
+
+
+# --- the same corpus, at the real endpoints ---------------------------------------------------
+
+ODD = [b"null", b"1", b'"a"', b"[]", b"[[]]", b"true", b"{}", b'{"model":1}', b'{"messages":{}}',
+       b'{"model":"tiny","messages":[]}', b'{"model":"tiny","messages":[null]}',
+       b'{"model":"tiny","messages":[{"role":"user"}]}',
+       b'{"model":"tiny","messages":[{"role":"user","content":' + b"[" * 300 + b"]" * 300 + b"}]}",
+       b'{"model":"tiny","messages":[{"role":"user","content":"a"}],"max_tokens":1e999}',
+       b'{"model":"tiny","prompt":[' + b"1," * 9000 + b"1]}"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_no_body_makes_an_endpoint_fail(path: str) -> None:
+    link = ScriptedLink(lambda _: Script.say("hi"))
+
+    async def use(client: httpx.AsyncClient) -> list[int]:
+        headers = {"content-type": "application/json"}
+        answers = [
+            await client.post(path, content=body, headers=headers)
+            for body in [*CORPUS.values(), *ODD]
+        ]
+        assert all(set(one.json()["error"]) >= {"message", "type", "param", "code"}
+                   for one in answers)  # fmt: skip
+        return [one.status_code for one in answers]
+
+    assert set(with_client(open_gateway(link), use)) <= {400, 404}
+    assert link.submits == []
