@@ -18,6 +18,15 @@ VOCAB = 40
 STOPS = [7, 11]
 
 
+@pytest.fixture(autouse=True)
+def threads():
+    """One: tensors this small are slower on several, above all beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass
 class Script:
     """A grammar that refuses some ids and is finished behind a certain number of tokens."""
