@@ -161,7 +161,8 @@ class Eviction:
         for entry in entries:
             sizes[entry.place] += 1
             pinned += entry.pins > 0
-            assert entry.place in (NOWHERE, _place(entry)), f"block {entry.id} is misplaced"
+            belongs = PINNED if entry.pins else TOOL if entry.warm else OTHER
+            assert entry.place in (NOWHERE, belongs), f"block {entry.id} is in the wrong queue"
         assert sizes[:3] == self._sizes, f"queues hold {self._sizes}, blocks say {sizes[:3]}"
         for place, queue in enumerate(self._queues):
             alive = sum(entry.place == place and entry.stamp == s for _, _, s, entry in queue)
@@ -198,10 +199,10 @@ class Eviction:
             self._enter(entry)
 
     def _enter(self, entry: Entry) -> None:
-        place = entry.place = _place(entry)
+        place = entry.place = PINNED if entry.pins else TOOL if entry.warm else OTHER
         queue = self._queues[place]
         self._sizes[place] += 1
-        stamp = entry.stamp = self._next()
+        self._count = stamp = entry.stamp = self._count + 1
         heapq.heappush(queue, (entry.time, entry.order, stamp, entry))
         if len(queue) > 2 * self._sizes[place] + 64:  # mostly dead items: they must not pile up
             queue[:] = [i for i in queue if i[3].place == place and i[3].stamp == i[2]]
@@ -210,10 +211,3 @@ class Eviction:
     def _next(self) -> int:
         self._count += 1
         return self._count
-
-
-def _place(entry: Entry) -> int:
-    """The queue in which an idle block belongs."""
-    if entry.pins:
-        return PINNED
-    return TOOL if entry.warm else OTHER

@@ -109,12 +109,13 @@ class SessionTable:
         if row is None:
             return
         chains = [_alive(chain) for chain in self._open.pop(key, [])]
-        for block in {block.id: block for chain in chains for block in chain}.values():
-            if tool_call or not block.shared:  # on shared ones a tool session may still count
-                self._pool.idle.settle(block, warm=tool_call)
         row.waiting_since = self._clock() if tool_call else None
         if tool_call and self._pin_limit:
-            self._pin(row, chains)
+            self._pin(row, chains)  # first, so that most blocks change queue only once
+        for chain in chains:
+            for block in chain:
+                if tool_call or not block.shared:  # on shared ones a tool session may still count
+                    self._pool.idle.settle(block, warm=tool_call)
 
     def ended(self, key: bytes) -> None:
         """The session is over: what it alone used leaves next, tails first; shared blocks stay."""
