@@ -357,17 +357,19 @@ def bench(what: str, model: str, seconds: float, out: Path) -> None:
       slipstream bench prefill smollm2     tok/s by prompt length
       slipstream bench gateway             HTTP and SSE over a scripted engine
     """
+    from gateway.poke import show_bench
+
     if what == "gateway":
         from gateway.bench import measure
 
-        measure(seconds, out)
+        show_bench(what, measure(seconds), out)
         return
     from engine.bench import decode, prefill
-
     from engine.checkpoint import open_checkpoint
 
     config = _with_model(EngineConfig(model=""), model)
-    (decode if what == "decode" else prefill)(config, open_checkpoint(model), seconds, out)
+    rows = (decode if what == "decode" else prefill)(config, open_checkpoint(model), seconds)
+    show_bench(what, rows, out)
 
 
 def main() -> None:

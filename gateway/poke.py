@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -54,6 +61,32 @@ def common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
         if one != two:
             return index
     return min(len(first), len(second))
+
+
+def show_bench(name: str, rows: Iterable[Mapping[str, object]], folder: Path) -> None:
+    """Print each row as it is measured; add all of them as one JSON line to folder/name.jsonl."""
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    kept: list[Mapping[str, object]] = []
+    for row in rows:
+        kept.append(row)
+        console.print(f"{row['what']:<58} {row['value']:>10,.2f} {row['unit']:<8} {row['beside']}")
+    folder.mkdir(parents=True, exist_ok=True)
+    line = {"bench": name, "commit": _commit(), "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "machine": platform.machine(), "cores": os.cpu_count(), "rows": kept}
+    with (folder / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _commit() -> str:
+    """The commit of the source tree; empty outside of one."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    done = subprocess.run(  # noqa: S603 a fixed command
+        [git, "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True,
+        text=True, check=False,
+    )
+    return done.stdout.strip()
 
 
 def show_report(rows: Iterable[tuple[str, str, bool]]) -> bool:

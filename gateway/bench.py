@@ -1,0 +1,182 @@
+"""`slipstream bench gateway`: HTTP and SSE over a scripted engine, with targets.  Loads no model.
+
+Three processes: this one is the client (gateway/load.py), `python -m gateway.bench` the server,
+`python -m engine.scripted` its engine.  All figures include the client's own share of the cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from gateway import load
+
+Row = dict[str, object]  # what, value, unit, beside
+STREAMS, STEP_MS = 200, 20.0  # 200 streams of 50 tokens a second
+IDLE = 10_000
+MODEL = "scripted"
+ROOT = str(Path(__file__).resolve().parent.parent)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def measure(seconds: float) -> Iterator[Row]:
+    """All rows, one after the other; about `seconds` for each that is timed."""
+    quick, paced = asyncio.run(_quick(seconds)), asyncio.run(_paced(seconds))
+    yield from quick
+    yield from paced
+    yield asyncio.run(_idle())
+
+
+async def _quick(seconds: float) -> list[Row]:
+    """With an engine that answers in one step: requests a second, and what one request costs."""
+    async with served("--per-step", "8") as server:
+        await load.many(server.port, 0.5, 4)  # warm
+        rate = await load.many(server.port, seconds, 32)
+        times = await load.one_by_one(server.port, seconds)
+    return [
+        at_least("requests, not streamed, 32 clients", rate, "req/s", 400),
+        at_most("overhead of one request, p50", 1e3 * load.percentile(times, 50), "ms", 2),
+        at_most("overhead of one request, p99", 1e3 * load.percentile(times, 99), "ms", 10),
+    ]
+
+
+async def _paced(seconds: float) -> list[Row]:
+    """With an engine that gives each stream 50 tokens a second."""
+    async with served("--step-ms", str(STEP_MS)) as server:
+        tokens = int(seconds * 1e3 / STEP_MS)
+        before = cpu_s(server.pid)
+        gaps, events = await load.streams(server.port, STREAMS, tokens)
+        used = cpu_s(server.pid) - before
+        closes = await load.disconnects(server.port, 20)
+    late = 1e3 * load.percentile(gaps, 99) - STEP_MS
+    return [
+        at_most(f"{STREAMS} streams x 50 tok/s: p99 gap beyond the engine's", late, "ms", 20),
+        at_most("gateway CPU for a million events", used / events * 1e6, "s", 20),
+        at_most("disconnect to engine free, worst of 20", 1e3 * max(closes), "ms", 100),
+    ]
+
+
+async def _idle() -> Row:
+    """Memory that idle connections take."""
+    count = min(IDLE, _raise_file_limit() - 200)
+    async with served() as server:
+        await load.many(server.port, 0.3, 4)
+        before = resident(server.pid)
+        async with load.idle(server.port, count):
+            grown = resident(server.pid) - before
+    return at_most(f"{count:,} idle connections", grown / 1e6, "MB", 100)
+
+
+def _raise_file_limit() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = min(hard, IDLE + 1000) if hard != resource.RLIM_INFINITY else IDLE + 1000
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft
+
+
+def at_least(what: str, value: float, unit: str, target: float) -> Row:
+    """A row whose value should be no lower than its target."""
+    return _row(what, value, unit, f"target >= {target:g}", value >= target)
+
+
+def at_most(what: str, value: float, unit: str, target: float) -> Row:
+    """A row whose value should be no higher than its target."""
+    return _row(what, value, unit, f"target <= {target:g}", value <= target)
+
+
+def _row(what: str, value: float, unit: str, target: str, met: bool) -> Row:
+    return {"what": what, "value": value, "unit": unit,
+            "beside": f"{target}: {'met' if met else 'missed'}"}
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of one process, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident(pid: int) -> int:
+    """Resident bytes of one process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Server:
+    """The server process of a measurement."""
+
+    def __init__(self, pid: int, port: int) -> None:
+        self.pid = pid
+        self.port = port
+
+
+@asynccontextmanager
+async def served(*engine_options: str) -> AsyncIterator[Server]:
+    """A gateway process over a scripted engine with these options."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "gateway.bench", *engine_options,
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+        found = re.fullmatch(r"port (\d+)\n", line)
+        if found is None:
+            raise RuntimeError(f"The gateway of the benchmark did not start; it said {line!r}.")
+        yield Server(process.pid, int(found[1]))
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+def byte_tokenizer() -> str:
+    """A tokenizer JSON with one token a byte (printable ASCII under its own number), 3 specials."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: ord(letter) for letter in letters if 33 <= ord(letter) <= 126}
+    free = (id for id in range(256) if not 33 <= id <= 126)
+    vocab.update({letter: next(free) for letter in sorted(letters) if letter not in vocab})
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    return tokenizer.to_str()
+
+
+def main() -> int:
+    """`python -m gateway.bench OPTIONS`: serve a scripted engine that gets these options."""
+    from engine.messages import Hello
+    from gateway import http
+    from gateway.app import build
+    from gateway.config import GatewayConfig
+    from gateway.prompt import Prompts
+    from gateway.socket_link import SocketLink
+    from gateway.state import Gateway
+    from gateway.tools import pick
+
+    _raise_file_limit()
+    config = GatewayConfig(port=0, access_log=False, drain_delay_s=0, drain_timeout_s=1)
+    sock = http.bind(config.host, config.port, config.backlog)
+
+    def on_ready(hello: Hello) -> None:
+        sys.stdout.write(f"port {sock.getsockname()[1]}\n")
+        sys.stdout.flush()
+
+    command = [sys.executable, "-P", "-m", "engine.scripted", *sys.argv[1:]]
+    link = SocketLink(command, on_ready=on_ready)
+    prompts = Prompts(byte_tokenizer(), None, max_len=1 << 20, format=pick(None, None))
+    gateway = Gateway.open(config, link, prompts, MODEL)
+    return http.serve(build(gateway), gateway, sock=sock)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
