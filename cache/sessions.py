@@ -133,6 +133,7 @@ class SessionTable:
         self._pool.check()
         assert len(self._rows) <= self._config.max_sessions
         assert len(self._open) <= OPEN_TURNS and self._open.keys() <= self._rows.keys()
+        assert all(0 < len(chains) <= BRANCHES for chains in self._open.values())
         assert self._pool.idle.pinned <= self._pin_limit, "pins hold more than their share"
         owned = 0
         for key, row in self._rows.items():

@@ -248,17 +248,46 @@ def test_colliding_keys_never_share_a_block(pool, monkeypatch, digest):
     assert len(pool.match(ROOT, [0] * SIZE * 2, 99)) == 0
 
 
-def test_a_child_of_a_collided_parent_is_not_reached_through_its_namesake(pool, monkeypatch):
-    real = prefix.digest
-    forged = {prefix.pack([1] * SIZE), prefix.pack([2] * SIZE)}
+ONE, TWO, THREE = ([number] * SIZE for number in (1, 2, 3))
+
+
+@pytest.fixture
+def forged(monkeypatch):
+    """ONE and TWO have the same key; all else hashes as ever."""
+    real, pair = prefix.digest, {prefix.pack(ONE), prefix.pack(TWO)}
 
     def digest(parent, packed):
-        return b"x" * 16 if packed in forged else real(parent, packed)
+        return b"x" * 16 if packed in pair else real(parent, packed)
 
     monkeypatch.setattr(prefix, "digest", digest)
-    fill(pool, [1] * SIZE)
-    fill(pool, [2] * SIZE + [3] * SIZE)
-    assert len(pool.match(ROOT, [1] * SIZE + [3] * SIZE, 99)) == 1
+
+
+def test_a_child_of_a_collided_parent_is_not_reached_through_its_namesake(forged, pool):
+    fill(pool, ONE)
+    fill(pool, TWO + THREE)
+    assert len(pool.match(ROOT, ONE + THREE, 99)) == 1
+
+
+def test_a_child_that_outlived_its_parent_is_not_reached_through_a_namesake(forged, pool):
+    parent, child = fill(pool, ONE + THREE)
+    pool.release([parent])
+    pool._clock.now += 1
+    pool.release([child])
+    pool.take(15)  # evicts the parent, and not the child
+    assert parent.key is None and child.key is not None
+    pool.publish(parent, ROOT, TWO)
+    assert child.parent == parent.key
+    assert pool.match(ROOT, TWO + THREE, 99) == [parent]
+    assert pool.match(parent.key, THREE, 99) == []
+
+
+def test_a_namesake_does_not_push_out_a_block_that_an_equal_stands_for(forged, pool):
+    first, equal, other = pool.take(3)
+    pool.publish(first, ROOT, ONE)
+    pool.publish(equal, ROOT, ONE)
+    pool.release([first])
+    pool.publish(other, ROOT, TWO)
+    assert other.key is None and pool.match(ROOT, ONE, 99) == [first]
 
 
 def test_an_idle_namesake_gives_way_so_that_it_cannot_block_a_chain(pool, monkeypatch):

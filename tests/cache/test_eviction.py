@@ -90,6 +90,15 @@ def test_an_expired_pin_puts_blocks_back_where_their_age_belongs(idle, clock):
     assert idle.pinned == 0
 
 
+def test_an_expired_pin_leaves_its_blocks_in_the_tool_queue(idle, clock):
+    pinned, plain = entries(2)
+    idle.add(pinned, 0.0, warm=False)
+    idle.pin([pinned], 10.0, most=9)
+    idle.add(plain, 5.0, warm=False)
+    clock.now = 20.0
+    assert idle.pop() is plain and idle.pinned == 0
+
+
 def test_a_pin_holds_until_just_before_its_time(idle, clock):
     made = entries(2)
     for entry in made:

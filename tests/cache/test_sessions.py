@@ -97,7 +97,15 @@ def test_a_tool_turn_is_pinned_and_outlives_everything_younger(table, clock):
 
 @pytest.mark.parametrize(
     ("gaps", "expected_s"),
-    [([], 60), ([1, 1, 1], 10), ([10], 30), ([20, 20, 20], 60), ([40, 10], 93), ([9999], 150)],
+    [
+        ([], 60),
+        ([1, 1, 1], 10),
+        ([10], 30),
+        ([20, 20, 20], 60),
+        ([40, 10], 93),
+        ([9999], 150),
+        ([9999, 1, 1, 1, 1, 1, 1], 55.589),
+    ],
 )
 def test_a_pin_lasts_three_usual_gaps_within_its_limits(table, clock, gaps, expected_s):
     for gap in gaps:
@@ -115,6 +123,27 @@ def test_gaps_after_plain_answers_teach_nothing(table, clock):
     turn(table, b"a", prompt(2), tool_call=False)
     clock.now += 3000
     assert table.touch(b"a").gap_s is None
+
+
+def test_only_the_first_request_after_a_tool_call_tells_its_gap(table, clock):
+    turn(table, b"a", prompt(2), tool_call=True)
+    clock.now += 5
+    assert table.touch(b"a").gap_s == 5
+    clock.now += 20
+    assert table.touch(b"a").gap_s == 5
+
+
+def test_a_prefix_shared_with_an_agent_stays_warm_when_a_chat_used_it_last(table, clock):
+    turn(table, b"agent", prompt(4), tool_call=True)
+    chat = turn(table, b"chat", [*prompt(2), *prompt(2, 500)], tool_call=False)
+    assert [block.warm for block in chat] == [True, True, False, False]
+
+
+def test_turns_that_never_got_a_name_do_not_pile_up_in_a_session(table):
+    for _ in range(3 * BRANCHES):
+        finish(table, b"a", start(table, b"a", prompt(2)))
+    table.turn_ended(b"a", tool_call=True)
+    assert table._pool.idle.pinned == 2
 
 
 def test_a_pin_never_blocks_an_allocation(table):
