@@ -38,6 +38,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     lark: str
     param: str = "tools"  # the request field to name when it does not compile
+    trigger: str = ""  # the output is free text until this appears, when it is not empty
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):

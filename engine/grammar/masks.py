@@ -50,6 +50,7 @@ class Masks:
         self.legal.clear()
         drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
         plain: list[tuple[llguidance.LLMatcher, int]] = []
+        fresh: list[Request] = []
         for row, state, drafts in requests:
             span = slice(row, row + len(drafts) + 1)
             assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
@@ -57,6 +58,9 @@ class Masks:
             self._used.append(span)
             legal = state.valid_prefix(drafts)
             self.legal.append(legal)
+            if self._recall(row, state, drafts[:legal]):
+                continue
+            fresh.append((row, state, drafts[:legal]))
             if legal:
                 drafted.append((state.matcher, row, list(drafts[:legal])))
             else:
@@ -68,6 +72,8 @@ class Masks:
         if plain:
             fill_next_token_bitmask_par(self._executor, plain, self._rows)
         self._close_broken(requests)
+        for row, state, drafts in fresh:
+            self._remember(row, state, drafts)
         return self._tensor if rows is None else self._tensor[:rows]
 
     def _close_broken(self, requests: Sequence[Request]) -> None:
@@ -76,3 +82,19 @@ class Masks:
             if state.broken:
                 self._rows[self._used[i]] = 0
                 self.legal[i] = 0
+
+    def _recall(self, row: int, state: State, drafts: Sequence[int]) -> bool:
+        """Copy the rows of free text that were computed before; False when one is missing."""
+        keys = state.prose_keys(drafts)
+        known = state.prose_masks
+        if len(keys) <= len(drafts) or any(key not in known for key in keys):
+            return False
+        for i, key in enumerate(keys, row):
+            self._rows[i] = known[key]
+        return True
+
+    def _remember(self, row: int, state: State, drafts: Sequence[int]) -> None:
+        if not state.broken:
+            for i, key in enumerate(state.prose_keys(drafts), row):
+                if key not in state.prose_masks:
+                    state.prose_masks[key] = self._rows[i].copy()

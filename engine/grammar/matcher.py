@@ -19,7 +19,11 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
+from engine.grammar.prose import Key, Prose
 from engine.messages import Grammar
+
+ProseMasks = dict[Key, NDArray[np.int32]]
+Past = tuple[int, Prose, "Past | None"]  # (step, the text before it, what was before that)
 
 KEPT = 256  # compiled grammars
 KEPT_CHARACTERS = 32_000_000  # of Lark text, all kept grammars together
@@ -46,18 +50,54 @@ class GrammarRefused(Exception):
         self.message = message
 
 
+class Vocabulary:
+    """The tokens: their bytes, how many ids there are, and which of them end an output."""
+
+    def __init__(self, tokenizer_json: str, size: int, stop_ids: Sequence[int]) -> None:
+        self.size = size
+        self.stops = frozenset(stop_ids)
+        self.tokenizer = llguidance.LLTokenizer(
+            tokenizer_json, n_vocab=size, eos_token=list(stop_ids)
+        )
+        self._pieces: list[bytes | None] = [None] * size
+
+    def piece(self, token: int) -> bytes:
+        """The token's bytes."""
+        found = self._pieces[token]
+        if found is None:
+            found = self._pieces[token] = self.tokenizer.decode_bytes([token])
+        return found
+
+    def words(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens before the first stop id, and before the first that is no token at all."""
+        words = list(tokens)
+        if not self.stops.isdisjoint(words) or (words and not self._holds(words)):
+            bad = (t in self.stops or not 0 <= t < self.size for t in words)
+            words = words[: next(i for i, is_bad in enumerate(bad) if is_bad)]
+        return words
+
+    def _holds(self, words: list[int]) -> bool:
+        return min(words) >= 0 and max(words) < self.size
+
+
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_stops", "_vocab", "matcher", "steps")
+    __slots__ = ("_past", "_prose", "_vocabulary", "matcher", "prose_masks", "steps")
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocab: int, stops: frozenset[int], steps: int = 0
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        prose: Prose | None,
+        prose_masks: ProseMasks,
     ) -> None:
-        self.matcher = matcher  # for masks.py only
-        self._vocab = vocab
-        self._stops = stops
-        self.steps = steps  # tokens accepted and not rolled back
+        self.matcher = matcher  # for masks.py only, as is the next
+        self.prose_masks = prose_masks  # of the grammar: masks of free text that were needed before
+        self.steps = 0  # tokens accepted and not rolled back
+        self._vocabulary = vocabulary
+        self._prose = prose  # None: not in free text
+        self._past: Past | None = None  # a linked list, as clones share it
 
     def accept(self, token: int) -> bool:
         """Take one token; False, and nothing changes, when it is illegal or a stop id."""
@@ -65,7 +105,13 @@ class State:
 
     def accept_all(self, tokens: Sequence[int]) -> int:
         """Take tokens up to the first illegal one or stop id; return how many."""
-        taken: int = self.matcher.try_consume_tokens(self._words(tokens))
+        words = self._vocabulary.words(tokens)
+        taken: int = self.matcher.try_consume_tokens(words)
+        for step, word in enumerate(words[:taken], self.steps):
+            if self._prose is None:
+                break
+            self._past = (step, self._prose, self._past)
+            self._prose = self._prose.after(self._vocabulary.piece(word))
         self.steps += taken
         return taken
 
@@ -76,10 +122,12 @@ class State:
             rolled = self.matcher.rollback(count)
             assert rolled, self.matcher.get_error()
             self.steps -= count
+            while self._past and self._past[0] >= self.steps:
+                _, self._prose, self._past = self._past
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """How many of the tokens are legal in a row from here; a stop id is not counted."""
-        legal: int = self.matcher.validate_tokens(self._words(tokens))
+        legal: int = self.matcher.validate_tokens(self._vocabulary.words(tokens))
         return legal
 
     def forced(self) -> list[int]:
@@ -104,20 +152,22 @@ class State:
         broken: bool = self.matcher.is_error()
         return broken
 
+    def prose_keys(self, tokens: Sequence[int]) -> list[Key]:
+        """The key of each mask from here over the (legal) tokens, as far as they are free text."""
+        keys: list[Key] = []
+        prose = self._prose
+        for token in tokens:
+            if prose is None:
+                return keys
+            keys.append(prose.key)
+            prose = prose.after(self._vocabulary.piece(token))
+        return keys if prose is None else [*keys, prose.key]
+
     def clone(self) -> State:
         """An independent copy."""
-        return State(self.matcher.deep_copy(), self._vocab, self._stops, self.steps)
-
-    def _words(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens before the first stop id, and before the first that is no token at all."""
-        words = list(tokens)
-        if not self._stops.isdisjoint(words) or (words and not self._known(words)):
-            bad = (t in self._stops or not 0 <= t < self._vocab for t in words)
-            words = words[: next(i for i, is_bad in enumerate(bad) if is_bad)]
-        return words
-
-    def _known(self, words: list[int]) -> bool:
-        return min(words) >= 0 and max(words) < self._vocab
+        other = State(self.matcher.deep_copy(), self._vocabulary, self._prose, self.prose_masks)
+        other.steps, other._past = self.steps, self._past
+        return other
 
 
 class Compiled:
@@ -140,11 +190,7 @@ class Compiler:
         self, tokenizer_json: str, vocab: int, stop_ids: Sequence[int], threads: int = 2
     ) -> None:
         """`vocab` is the number of rows of the output head; ids without a token are never legal."""
-        self.vocab = vocab
-        self._stops = frozenset(stop_ids)
-        self.tokenizer = llguidance.LLTokenizer(
-            tokenizer_json, n_vocab=vocab, eos_token=list(stop_ids)
-        )
+        self.vocabulary = Vocabulary(tokenizer_json, vocab, stop_ids)
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
@@ -197,7 +243,7 @@ class Compiler:
                 "accepted. Send fewer tools or smaller schemas.",
             )
         matcher = llguidance.LLMatcher(
-            self.tokenizer, grammar.lark, log_level=0, limits=self._limits
+            self.vocabulary.tokenizer, grammar.lark, log_level=0, limits=self._limits
         )
         if matcher.is_error():
             raise GrammarRefused(
@@ -206,7 +252,7 @@ class Compiler:
                 + matcher.get_error().split("\n", 1)[0][:200],
             )
         # A grammar can compile and still break at its first mask: better here than in a step.
-        mask = np.zeros((1, (self.vocab + 31) // 32), dtype=np.int32)
+        mask = np.zeros((1, (self.vocabulary.size + 31) // 32), dtype=np.int32)
         fill_next_token_bitmask(matcher, mask)
         if matcher.is_error() or not mask.any():
             raise GrammarRefused(
@@ -215,8 +261,9 @@ class Compiler:
                 "them. Use fewer optional properties or smaller patterns.",
             )
         mask.flags.writeable = False
-        return Compiled(grammar.lark, State(matcher, self.vocab, self._stops), mask[0])
+        prose = Prose(grammar.trigger.encode()) if grammar.trigger else None
+        return Compiled(grammar.lark, State(matcher, self.vocabulary, prose, {}), mask[0])
 
 
 def _key(grammar: Grammar) -> bytes:
-    return hashlib.sha256(grammar.lark.encode()).digest()
+    return hashlib.sha256(f"{grammar.trigger}\0{grammar.lark}".encode()).digest()

@@ -120,7 +120,7 @@ def plan(
     schema = answer.schema if answer else None
     lark = fmt.grammar(allowed, mode, parallel is not False, schema)
     return ToolPlan(
-        Grammar(lark, "tools"),
+        Grammar(lark, "tools", fmt.begin if mode == "auto" and schema is None else ""),
         scan=True,
         named=mode == "named",
         tools=checked.wire,

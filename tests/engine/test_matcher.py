@@ -16,6 +16,7 @@ import xgrammar
 
 from engine.grammar.masks import Masks
 from engine.grammar.matcher import KEPT, Compiled, Compiler, GrammarRefused, State
+from engine.grammar.prose import Prose
 from engine.grammar.schema import check, embed
 from engine.messages import Grammar
 from tests.schemas import FAMILIES, ODD, merged_tokenizer_json, record, whole
@@ -74,7 +75,7 @@ def test_the_rows_of_drafts_are_those_of_the_states_behind_them(
 ) -> None:
     compiler, vocab = merged
     compiled, masks = compiler.compile(AB), Masks(vocab, 64)
-    tokens = compiler.tokenizer.tokenize_bytes(AB_TEXT)
+    tokens = compiler.vocabulary.tokenizer.tokenize_bytes(AB_TEXT)
     assert len(tokens) < len(AB_TEXT)
     rng = random.Random(1)
     for _ in range(40):
@@ -164,7 +165,7 @@ def test_forced_tokens_are_the_only_legal_way_on(merged: tuple[Compiler, int]) -
     compiler, vocab = merged
     state, masks = compiler.compile(AB).start(), Masks(vocab, 1)
     found = 0
-    for token in compiler.tokenizer.tokenize_bytes(AB_TEXT):
+    for token in compiler.vocabulary.tokenizer.tokenize_bytes(AB_TEXT):
         forced = state.forced()
         ahead = state.clone()
         assert ahead.accept_all(forced) == len(forced)
@@ -321,3 +322,61 @@ def test_a_matcher_that_hits_its_limit_allows_nothing_not_even_a_stop_id() -> No
 def test_the_first_mask_is_kept(compiler: Compiler) -> None:
     compiled = compiler.compile(AB)
     assert bits(torch.from_numpy(compiled.first_mask.copy()[None]))[0] == {ord("{")}
+
+
+AUTO = """start: TEXT | head body
+TEXT: /(.|\\n)*/
+head[lazy]: /(.|\\n)*/ "<tool_call>"
+body: "\\n{\\"a\\": " ("1" | "12") "}"
+"""
+
+
+def test_remembered_masks_of_free_text_are_those_of_the_matcher() -> None:
+    words = ["<tool", "_call>", "<tool_call", "call>", "<t", "ll>", "><", "ab"]
+    text, vocab = merged_tokenizer_json(words)
+    compiler = Compiler(text, vocab, [EOS])
+    slow, quick = (
+        compiler.compile(Grammar(AUTO)),
+        compiler.compile(Grammar(AUTO, "", "<tool_call>")),
+    )
+    ours, theirs, rng = Masks(vocab, 8), Masks(vocab, 8), random.Random(3)
+    pieces = ["<", "<tool", "_call", "x", ">", "é", "🌊", "<<", "\n", "ꯁ", "<tool_call>\n{"]
+    free = called = 0
+    for _ in range(120):
+        said = "".join(rng.choices(pieces, k=rng.randrange(12))).encode()
+        tokens = compiler.vocabulary.tokenizer.tokenize_bytes(said)
+        a, b = quick.start(), slow.start()
+        at = a.accept_all(tokens[: rng.randrange(len(tokens) + 1)])
+        assert b.accept_all(tokens[:at]) == at
+        if rng.random() < 0.3:
+            back = rng.randrange(at + 1)
+            a.rollback(back)
+            b.rollback(back)
+            at -= back
+        a = a.clone() if rng.random() < 0.5 else a
+        draft = tokens[at : at + 4]
+        rows = bits(ours.fill([(0, a, draft)], rows=6))
+        assert rows == bits(theirs.fill([(0, b, draft)], rows=6)), said
+        assert ours.legal == theirs.legal
+        keys = a.prose_keys(draft[: ours.legal[0]])
+        free, called = free + len(keys), called + (len(keys) <= ours.legal[0])
+    assert slow.start().prose_masks == {}
+    assert free > 200 and called > 10
+    assert len(quick.start().prose_masks) < free / 4
+
+
+def test_what_follows_an_unfinished_code_point_depends_only_on_its_key() -> None:
+    for text in ("é", "ࠀ", "퀀", "ꯁ", "𐀀", "🌊", "\U00100000"):
+        raw = text.encode()
+        for cut in range(1, len(raw)):
+            prose = Prose(b"<tool_call>").after(b"<to" + raw[:cut])
+            assert prose is not None and prose.key[0] == -1 and prose.key[1] > 0
+            whole_again = prose.after(raw[cut:])
+            assert whole_again is not None and whole_again.key == (0, 0)
+    keys = {
+        lead: Prose(b"<tool_call>", bytes([lead])).key for lead in (0xE0, 0xE1, 0xED, 0xF0, 0xF1)
+    }
+    assert len(set(keys.values())) == 5
+    assert (
+        Prose(b"<tool_call>", "日".encode()[:2]).key == Prose(b"<tool_call>", "é".encode()[:1]).key
+    )

@@ -1,0 +1,54 @@
+"""Free text before a trigger: what of it decides the next mask.  Knows no tokens and no matcher.
+
+A tool turn is mostly free text, and its masks are the dearest (the whole vocabulary is walked),
+though few of them differ: they depend only on how much of the trigger the text ends with, and on an
+unfinished code point.  masks.py keeps them by that key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Key = tuple[int, int]
+
+_NARROW = (0xE0, 0xED, 0xF0, 0xF4)  # lead bytes that allow only some continuations
+
+
+@dataclass(frozen=True, slots=True)
+class Prose:
+    """The end of a text that does not hold the trigger."""
+
+    trigger: bytes
+    tail: bytes = b""
+
+    def after(self, piece: bytes) -> Prose | None:
+        """The text with `piece` behind it; None when that completes the trigger."""
+        text = self.tail + piece
+        if self.trigger in text:
+            return None
+        return Prose(self.trigger, text[-max(len(self.trigger) - 1, 3) :])
+
+    @property
+    def key(self) -> Key:
+        """Equal for two texts exactly when the same may follow them."""
+        unfinished = _unfinished(self.tail)
+        return (-1, unfinished) if unfinished else (self._overlap(), 0)
+
+    def _overlap(self) -> int:
+        """Length of the longest suffix of the text that begins the trigger."""
+        for size in range(min(len(self.tail), len(self.trigger) - 1), 0, -1):
+            if self.trigger.startswith(self.tail[-size:]):
+                return size
+        return 0
+
+
+def _unfinished(tail: bytes) -> int:
+    """0 when the text ends with a whole code point, else a number for what must follow."""
+    for back in range(1, min(3, len(tail)) + 1):
+        lead = tail[-back]
+        if lead & 0xC0 == 0x80:
+            continue
+        size = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+        missing = max(size - back, 0)
+        return lead if missing and back == 1 and lead in _NARROW else missing
+    return 0
