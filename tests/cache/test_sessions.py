@@ -211,6 +211,28 @@ def test_an_ended_sessions_private_tail_leaves_first_and_shared_blocks_stay(tabl
     assert len(table) == 2 and table.pinned == 0
 
 
+def test_blocks_that_one_session_used_in_many_turns_are_still_private(table, clock):
+    for length in (2, 4, 6):
+        turn(table, b"a", prompt(length), tool_call=True)
+    turn(table, b"old", prompt(4, 500), tool_call=False)
+    table.ended(b"a")
+    squeeze(table, leave=4)
+    assert hits(table, prompt(6)) == 0 and hits(table, prompt(4, 500)) == 4
+
+
+def test_the_pinned_branches_of_one_session_are_bounded(pool, clock):
+    table = SessionTable(pool, CacheConfig(pin_share=1.0), clock)
+    for number in range(BRANCHES + 4):
+        turn(table, b"a", prompt(1, 100 * number), tool_call=True)
+    assert pool.idle.pinned == BRANCHES and table.pinned == 1
+
+
+def test_without_a_share_of_the_pool_nothing_is_pinned(pool, clock):
+    table = SessionTable(pool, CacheConfig(pin_share=0.0), clock)
+    turn(table, b"a", prompt(3), tool_call=True)
+    assert table.pinned == 0 and pool.idle.pinned == 0
+
+
 def test_blocks_that_a_request_without_session_used_are_not_private(table, clock):
     turn(table, b"a", prompt(4), tool_call=False)
     turn(table, None, prompt(2), tool_call=False)
