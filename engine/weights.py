@@ -29,6 +29,8 @@ TARGETS = (torch.bfloat16, torch.float32, torch.float64)
 STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors types we read -> bytes
 CHUNK = 1 << 18  # weights dequantised at a time: 1 MiB in fp32 stays in a core's cache
 THREADS = 4
+# Written by other software though they follow from the config; an untied model expects its head.
+HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 
 GGUF_NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -79,7 +81,7 @@ def load(
             found = _by_name(_in_gguf(checkpoint))
         else:
             found = _by_name(_in_safetensors(checkpoint, files))
-        _compare(found, expected, checkpoint.config)
+        _compare(found, expected)
         return _read([found[name] for name in expected], dtype, progress)
 
 
@@ -117,9 +119,7 @@ def _by_name(listed: Iterator[Stored]) -> dict[str, Stored]:
     return found
 
 
-def _compare(
-    found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], config: ModelConfig
-) -> None:
+def _compare(found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse missing, mis-shaped and left-over tensors, by name."""
     for name, shape in expected.items():
         stored = found.get(name)
@@ -129,17 +129,12 @@ def _compare(
         if stored.shape != shape:
             raise BadWeights(f"{name} in {stored.file} has the shape {stored.shape}; the model's "
                              f"config needs {shape}. One of the two is of another model.")
-    extra = [name for name in found if name not in expected and not _harmless(name, config)]
+    extra = [name for name in found if name not in expected and not name.endswith(HARMLESS)]
     if extra:
         stored = found[extra[0]]
         raise BadWeights(f"{stored.file} has {stored.name} of shape {stored.shape}, which this "
                          f"model does not use ({len(extra)} such tensors). Its config is of "
                          "another model.")
-
-
-def _harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that other software writes though they follow from the config."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
 def _in_safetensors(checkpoint: Checkpoint, files: ExitStack) -> Iterator[Stored]:

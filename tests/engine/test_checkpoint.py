@@ -169,10 +169,13 @@ def test_a_file_that_is_no_json_object_is_refused_naming_it(tmp_path, file, text
     "../secret.safetensors", "/etc/passwd", "model.bin", "gone.safetensors",
 ])
 def test_an_index_cannot_name_files_elsewhere_or_of_other_kinds(tmp_path, listed):
-    write_llama(tmp_path, shards=2)
+    folder = write_llama(tmp_path / "hf", shards=2)
+    for file in (tmp_path / "secret.safetensors", folder / "model.bin"):
+        file.write_bytes(next(folder.glob("model-*")).read_bytes())
     index = {"weight_map": {"model.norm.weight": listed}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert listed in refusal(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(folder)
+    assert listed in message and ("missing" if listed.startswith("gone") else "beside") in message
 
 
 def test_fingerprints_differ_by_weights_and_config_and_not_by_place(tmp_path):

@@ -75,7 +75,21 @@ def test_byte_tokens_decode_to_their_byte_and_user_tokens_are_not_special(tmp_pa
     tokenizer = Tokenizer.from_str(open_checkpoint(str(path)).tokenizer_json)
     assert tokenizer.decode([65, VOCAB, 66]) == "A\nB"
     assert tokenizer.encode("a<tool_call>").ids == [97, VOCAB + 1]
+    assert not any(token.normalized for token in tokenizer.get_added_tokens_decoder().values())
     assert tokenizer.decode([VOCAB + 1], skip_special_tokens=True) == "<tool_call>"
+
+
+def test_only_llama_bpe_takes_a_whole_word_that_no_merge_makes(tmp_path):
+    folder = write_llama(tmp_path / "hf", layers=1, vocab=VOCAB + 1)
+    plain = read_gguf(write_gguf(folder, tmp_path / "plain.gguf"))
+    longer = {
+        "tokenizer.ggml.tokens": [*plain.values["tokenizer.ggml.tokens"], "xyz"],
+        "tokenizer.ggml.token_type": [*plain.values["tokenizer.ggml.token_type"].tolist(), 1],
+    }
+    for pre, ids in (("llama-bpe", [VOCAB]), ("smollm", [ord(letter) for letter in "xyz"])):
+        path = write_gguf(folder, tmp_path / f"{pre}.gguf", pre=pre, keys=longer)
+        tokenizer = Tokenizer.from_str(open_checkpoint(str(path)).tokenizer_json)
+        assert tokenizer.encode("xyz").ids == ids, pre
 
 
 def test_llama_bpe_files_without_the_key_start_plain_prompts_with_bos(tmp_path):
@@ -161,6 +175,7 @@ def tensor(dimensions: int) -> bytes:
     (crafted(keys=1, body=key(b"a", 9, struct.pack("<IQ", 4, 1 << 20))), "elements"),
     (crafted(keys=1, body=key(b"a", 9, struct.pack("<IQ", 4, 1 << 40))), "limit"),
     (crafted(keys=1, body=key(b"a", 9, struct.pack("<IQ", 9, 1))), "type 9"),
+    (crafted(keys=1, body=key(b"a", 9, struct.pack("<IQQ", 8, 1, 99))), "passes its end"),
     (crafted(keys=1, body=key(b"a", 77, b"1234")), "type 77"),
     (crafted(keys=1, body=key(b"\xff", 7, b"1") + b"\0" * 8), "UTF-8"),
     (crafted(keys=2, body=key(b"a", 7, b"\1") * 2), "twice"),

@@ -246,8 +246,8 @@ PASSAGES = (
     "most of the blue light is scattered away, and the sky looks orange and red.<|im_end|>\n",
     "<|im_start|>user\nWrite a function that adds two numbers.<|im_end|>\n<|im_start|>assistant"
     "\nHere is a simple Python function that adds two numbers:\n\n```python\ndef add_numbers(a, "
-    "b):\n    \"\"\"\n    Add two numbers and return the result.\n    \"\"\"\n    return a + b\n```\n"
-    "\nYou can call it like this:\n\n```python\nresult = add_numbers(2, 3)\nprint(result)\n```\n",
+    "b):\n    \"\"\"\n    Add two numbers and return the result.\n    \"\"\"\n    return a + b\n```"
+    "\n\nYou can call it like this:\n\n```python\nresult = add_numbers(2, 3)\nprint(result)\n```\n",
     "Once upon a time, in a small village at the foot of a mountain, there lived a young girl "
     "named Lily. She loved to explore the forest near her home, and every day she would find "
     "something new. One morning, as she was walking along the river, she heard a strange sound "
