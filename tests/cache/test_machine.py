@@ -176,7 +176,7 @@ class ConstantCache(Cache):
     digest = staticmethod(lambda parent, packed: b"k" * 16)
 
 
-settings.register_profile("cache", max_examples=60, stateful_step_count=40, deadline=None)
+settings.register_profile("cache", max_examples=40, stateful_step_count=40, deadline=None)
 for machine in (Cache, CollidingCache, ConstantCache):
     machine.TestCase.settings = settings.get_profile("cache")
 
