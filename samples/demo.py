@@ -90,7 +90,8 @@ def turn(client: OpenAI, messages: list[dict], choice: str) -> tuple[str, list[d
     text, calls, usage, finish = "", [], None, ""
     stream = client.chat.completions.create(
         model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice, stream=True,
-        temperature=0, seed=7, max_completion_tokens=96, stream_options={"include_usage": True},
+        parallel_tool_calls=False, temperature=0, seed=7, max_completion_tokens=96,
+        stream_options={"include_usage": True},
         extra_headers={"x-session-affinity": f"demo-{os.getpid()}"},
     )
     for chunk in stream:
@@ -127,14 +128,14 @@ def weather(arguments: str) -> str:
 
 
 def converse(url: str) -> None:
-    """Three turns: two must call the tool, the third is free."""
+    """Three turns: two must call the tool, in the third the model is free to."""
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
     messages: list[dict] = [{"role": "system", "content": "You are a terse weather assistant."}]
     for number, question in enumerate(QUESTIONS):
         print(f"\nuser: {question}")
         messages.append({"role": "user", "content": question})
         last = number == len(QUESTIONS) - 1
-        text, calls = turn(client, messages, "none" if last else "required")
+        text, calls = turn(client, messages, "auto" if last else "required")
         messages.append(said(text, calls))
         for call in calls:
             messages.append({"role": "tool", "tool_call_id": call["id"],

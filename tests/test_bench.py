@@ -25,7 +25,7 @@ def test_the_gateways_rows_come_from_real_requests():
             assert min(times) > 7 * 0.005
             before = bench.cpu_s(server.pid)
             gaps, frames = await load.streams(server.port, 4, 30)
-            assert 4 * 4 <= frames <= 4 * 34  # a frame a step (late ones merge), role, finish, [DONE]
+            assert 4 * 4 <= frames <= 4 * 34  # late ones merge; role, end, [DONE]
             assert len(gaps) <= 4 * 29
             assert load.percentile(gaps, 50) > 0.002
             assert bench.cpu_s(server.pid) >= before
