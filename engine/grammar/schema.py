@@ -26,7 +26,7 @@ from engine.grammar.clean import (
     drop,
     escape,
 )
-from engine.grammar.verdict import Document, Node, embed, fault
+from engine.grammar.verdict import Document, Judge, Node, embed
 
 __all__ = ["BadSchema", "Checked", "Dropped", "check", "embed", "measure"]
 
@@ -64,8 +64,8 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     dropped: list[Dropped] = []
     document = Cleaner(modern, strict, dropped).run()
     _check_cycles(document)
-    _settle(document, strict, root, dropped)
-    return Checked(document.root, tuple(dropped))
+    settled = _settle(document, strict, root, dropped)
+    return Checked(settled, tuple(dropped))
 
 
 def measure(schema: object) -> int:
@@ -179,29 +179,32 @@ def _object_root(schema: Node) -> Node:
 
 def _check_cycles(document: Document) -> None:
     """Refuse a `$ref` that leads only to itself: no value is described by it."""
+    fine: set[str] = set()
     for start in document.refs:
         seen, at = {start}, start
-        while at in document.refs:
+        while at in document.refs and at not in fine:
             at = document.refs[at]
             if at in seen:
                 raise bad_ref(start, "leads only to itself")
             seen.add(at)
+        fine |= seen
 
 
-def _settle(document: Document, strict: bool, root: str, dropped: list[Dropped]) -> None:
-    """Drop what llguidance still refuses, until it takes the schema."""
+def _settle(document: Document, strict: bool, root: str, dropped: list[Dropped]) -> Node:
+    """The schema without what llguidance still refuses."""
+    judge = Judge()
     for _ in range(_DROPS):
-        found = fault(document)
+        found = judge.fault(document)
         if found is None:
-            return
+            return document.root
         pointer, keyword = found
         drop(dropped, strict, pointer, keyword or "*", "it cannot be enforced as it stands here")
         _leave_out(document.nodes[pointer], keyword)
         if root == "object":
             document.root["type"] = "object"
+        document = Cleaner(document.root, strict, dropped).run()  # some parts are gone
     drop(dropped, strict, "", "*", "too many keywords cannot be enforced")
-    document.root.clear()
-    document.root.update({"type": "object"} if root == "object" else {})
+    return {"type": "object"} if root == "object" else {}
 
 
 def _leave_out(node: Node, keyword: str) -> None:

@@ -20,7 +20,7 @@ Node = dict[str, Any]
 PINNED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 _HOLD = "#/$defs/r"  # where the judged document sits while parts of it are judged
-_WORK = 20_000_000  # characters of schema text parsed while one fault is searched: about 0.2 s
+_WORK = 20_000_000  # characters of schema text parsed in search of faults: about half a second
 _LATE = ("type", "properties", "required", "items", "$ref")  # blamed only when nothing else is
 
 
@@ -50,67 +50,65 @@ class Document:
     refs: dict[str, str]  # pointer of a subschema with a `$ref` -> pointer that it leads to
 
 
-def fault(document: Document) -> tuple[str, str] | None:
-    """(pointer, keyword) that keeps the document from being enforced, or None when it can be.
+class Judge:
+    """Finds the faults of a document, one at a time; all its searches share one budget."""
 
-    The keyword is empty when no single one is at fault, or when the search took too long.
-    """
-    if not refusal(embed(document.root)):
-        return None
-    return _Search(document).run()
-
-
-class _Search:
-    """Judge parts of one document; its `$ref`s are re-rooted meanwhile and put back at the end."""
-
-    def __init__(self, document: Document) -> None:
-        self._document = document
-        self._holders = [node for node in document.nodes.values() if "$ref" in node]
+    def __init__(self) -> None:
         self._left = _WORK
 
-    def run(self) -> tuple[str, str]:
-        for node in self._holders:
+    def fault(self, document: Document) -> tuple[str, str] | None:
+        """(pointer, keyword) that keeps the document from being enforced, or None when it can be.
+
+        The keyword is empty when no single one is at fault, or when the search took too long.
+        """
+        return self._search(document) if refusal(embed(document.root)) else None
+
+    def _search(self, document: Document) -> tuple[str, str]:
+        # Meanwhile the references lead to where the document sits while its parts are judged.
+        holders = [node for node in document.nodes.values() if "$ref" in node]
+        for node in holders:
             node["$ref"] = _HOLD + node["$ref"][1:]
         try:
-            at = self._smallest()
-            return at, self._keyword(at)
+            at = self._smallest(document)
+            return at, self._keyword(document, at)
         finally:
-            for node in self._holders:
+            for node in holders:
                 node["$ref"] = "#" + node["$ref"][len(_HOLD) :]
 
-    def _refused(self, pointer: str) -> bool:
+    def _refused(self, document: Document, pointer: str) -> bool:
         """Whether the subschema is refused on its own; False when the work allowed is used up."""
-        text = json.dumps({"$defs": {"r": self._document.root}, "$ref": _HOLD + ref(pointer)[1:]})
+        text = json.dumps({"$defs": {"r": document.root}, "$ref": _HOLD + ref(pointer)[1:]})
         self._left -= len(text) + 1_000
         return self._left > 0 and bool(refusal(text))
 
-    def _smallest(self) -> str:
+    def _smallest(self, document: Document) -> str:
         at, seen = "", {""}
         while True:
-            for below in self._below(at):
+            for below in _below(document, at):
                 if below not in seen:
                     seen.add(below)
-                    if self._refused(below):
+                    if self._refused(document, below):
                         at = below
                         break
             else:
                 return at
 
-    def _below(self, pointer: str) -> Iterator[str]:
-        yield from self._document.children.get(pointer, ())
-        if "$ref" in self._document.nodes[pointer]:
-            yield self._document.refs[pointer]
-
-    def _keyword(self, pointer: str) -> str:
-        node = self._document.nodes[pointer]
+    def _keyword(self, document: Document, pointer: str) -> str:
+        node = document.nodes[pointer]
         whole = dict(node)
         for keyword in sorted(whole, key=lambda key: key in _LATE):
             if keyword in ("$defs", "definitions"):
                 continue
             del node[keyword]
-            fixed = not self._refused(pointer) and self._left > 0
+            fixed = not self._refused(document, pointer) and self._left > 0
             node.clear()
             node.update(whole)  # in the old order: it is the order of the output's keys
             if fixed:
                 return keyword
         return ""
+
+
+def _below(document: Document, pointer: str) -> Iterator[str]:
+    yield from document.children.get(pointer, ())
+    if "$ref" in document.nodes[pointer]:
+        yield document.refs[pointer]

@@ -239,6 +239,20 @@ def test_too_many_faults_leave_an_object() -> None:
     assert relaxed.dropped[-1].keyword == "*"
 
 
+def test_what_was_dropped_is_not_blamed_again() -> None:
+    """The parts of a keyword that is gone are gone, and `oneOf` has moved to `anyOf`."""
+    bad = {"type": "string", "pattern": "(?=a)"}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"oneOf": [{"type": "integer"}, {"type": "number"}, bad]}},
+        "patternProperties": {"^x": bad, "y$": STRING},
+    }
+    relaxed = check(schema, strict=False)
+    kinds = [{"type": kind} for kind in ("integer", "number", "string")]
+    assert relaxed.schema == {"type": "object", "properties": {"x": {"anyOf": kinds}}}
+    assert all(d.keyword in ("oneOf", "pattern", "patternProperties") for d in relaxed.dropped)
+
+
 def test_the_search_for_a_fault_leaves_the_references_as_they_were() -> None:
     definitions = {"d": {"type": "string", "pattern": "(?=a)"}, "e": {"$ref": "#/$defs/d"}}
     schema = record({"x": {"$ref": "#/$defs/e"}}, **{"$defs": definitions})
