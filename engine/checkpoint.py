@@ -70,7 +70,14 @@ def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
 
     Raises BadCheckpoint when there is no such model, or it is damaged, or of a kind we cannot run.
     """
-    path = Path(name).expanduser()
+    try:
+        return _opened(name, Path(os.path.expanduser(name)), revision)
+    except OSError as error:
+        raise BadCheckpoint(f"{error.filename or name} cannot be read: {error.strerror}. "
+                            "Check its permissions, or give another model.") from error
+
+
+def _opened(name: str, path: Path, revision: str | None) -> Checkpoint:
     if name not in BUILTINS and not path.exists() and hub.HUB_ID.fullmatch(name):
         return _open_folder(name, hub.fetch(name, revision))
     if revision is not None:
@@ -108,6 +115,10 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
     gguf = read_gguf(path)
     config = config_of(gguf)
     values = gguf.values
+    tokens = values.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > config.vocab:
+        raise BadCheckpoint(f"{path.name} lists {len(tokens):,} tokens for {config.vocab:,} rows "
+                            "of its embedding. Download it again, or choose another file.")
     template = values.get("tokenizer.chat_template")
     ends = (_token(gguf, f"tokenizer.ggml.{end}_token_id", config.vocab)
             for end in ("eos", "eot", "eom"))

@@ -28,6 +28,9 @@ def config_of(gguf: GgufFile) -> ModelConfig:
     if keys.whole("llama.expert_count", 0):
         raise BadCheckpoint(f"{gguf.path.name} is a mixture of experts; only dense models are "
                             "known.")
+    if (parts := keys.whole("split.count", 1)) > 1:
+        raise BadCheckpoint(f"{gguf.path.name} is one of {parts} parts. Merge them with llama.cpp"
+                            "'s gguf-split, or use the model's safetensors folder.")
     heads, hidden = keys.whole("llama.attention.head_count"), keys.whole("llama.embedding_length")
     head_dim = keys.whole("llama.attention.key_length", hidden // max(heads, 1))
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):

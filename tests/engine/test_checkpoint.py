@@ -199,6 +199,18 @@ def test_an_unknown_name_is_refused_with_the_nearest_builtin(tmp_path):
     assert "revision" in refusal(tmp_path, "main")
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~nobody-here/model", "", "s3://bucket/model"])
+def test_a_name_that_cannot_be_a_path_is_refused_too(name):
+    assert "model" in refusal(name)
+
+
+def test_a_file_that_cannot_be_read_is_our_error(tmp_path):
+    folder = write_llama(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(folder / "model.safetensors")
+    assert "model.safetensors" in refusal(folder)
+
+
 def test_the_builtin_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.delenv("SLIPSTREAM_GGUF", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

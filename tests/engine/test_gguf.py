@@ -102,6 +102,8 @@ def test_llama_bpe_files_without_the_key_start_plain_prompts_with_bos(tmp_path):
 @pytest.mark.parametrize(("keys", "said"), [
     ({"general.architecture": "qwen2"}, "qwen2"),
     ({"llama.expert_count": 8}, "experts"),
+    ({"split.count": 3}, "one of 3 parts"),
+    ({"tokenizer.ggml.tokens": [str(i) for i in range(VOCAB + 1)]}, "tokens for 262 rows"),
     ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),
     ({"llama.rope.scaling.type": "yarn"}, "yarn"),
     ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "factor"),

@@ -53,6 +53,15 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine torch's threads wait for each other far longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # ---- values --------------------------------------------------------------------------------------
 
 
