@@ -66,6 +66,21 @@ class Choice:
     def take(self, out: Out) -> Said:
         """What the next tokens say.  Nothing may be taken after the finish."""
         assert not self.finish, f"choice {self.index} got tokens after its end"
+        if out.finish or out.logprobs or self._stops is not None:
+            return self._take(out)
+        # The usual step of a decode: some tokens, no end.
+        self.ids += out.tokens
+        self.tokens += len(out.tokens)
+        text = self._text.push(out.tokens)
+        if not text:
+            return Said(self.index, [])
+        if self._scanner is None:
+            return Said(self.index, [Text(text)])
+        events: list[Event] = []
+        self._pass(self._scanner.push(text), events)
+        return Said(self.index, joined(events))
+
+    def _take(self, out: Out) -> Said:
         count = len(out.tokens) - out.stopped
         events: list[Event] = []
         if self._stops is None:
@@ -81,9 +96,8 @@ class Choice:
         if out.finish or self.stopped_here:
             self.finish = self._reason(out.finish)
             events.append(Finish(self.finish))
-        logprobs = [
-            self._logprob(*pair) for pair in zip(out.tokens[:count], out.logprobs, strict=False)
-        ]
+        pairs = zip(out.tokens[:count], out.logprobs, strict=False)
+        logprobs = [self._logprob(*pair) for pair in pairs]
         return Said(self.index, joined(events), logprobs, self._closed_early())
 
     def _until_stop(self, ids: Sequence[int], events: list[Event]) -> int:

@@ -13,6 +13,7 @@ import datetime
 import json
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,6 +25,8 @@ from gateway.errors import BadRequest
 from gateway.protocol import Message
 
 _MARK_LENGTH = 8  # of 6,400 private letters each: nobody's text holds the mark by chance or guess
+_TOOL_LISTS = 32  # remembered
+_TOOLS_LENGTH = 256 * 1024  # characters of one that is
 _SAID_LIMIT = 200  # characters of a template's own complaint
 _WORD = re.compile(r"\w+")
 _LEXEME = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s",:]+|[,:]')
@@ -56,6 +59,7 @@ class Marks:
         # Longest first, as a tokenizer finds its added tokens.
         ordered = sorted(controls, key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+        self._tools: OrderedDict[int, tuple[Sequence[object], list[object]]] = OrderedDict()
 
     def guard(self, text: str) -> str:
         """The text with a mark inside each control token, and at edges that could make one.
@@ -95,6 +99,20 @@ class Marks:
                 return [self.guard_all(item) for item in value]
             case _:
                 return value
+
+    def guard_tools(self, tools: Sequence[Mapping[str, object]]) -> list[object]:
+        """As guard_all(), remembered for the same object: a plan's tools come again each turn."""
+        found = self._tools.get(id(tools))
+        if found is not None and found[0] is tools:
+            self._tools.move_to_end(id(tools))
+            return found[1]
+        guarded: list[object] = self.guard_all(tools)
+        if not isinstance(tools, tuple) or len(json.dumps(tools)) > _TOOLS_LENGTH:
+            return guarded  # a list may change; a large one may not stay
+        self._tools[id(tools)] = tools, guarded  # holding `tools` keeps its id from being reused
+        if len(self._tools) > _TOOL_LISTS:
+            self._tools.popitem(last=False)
+        return guarded
 
     def split(self, text: str) -> Rendered:
         """Rendered text as text and control tokens, without marks."""
@@ -172,7 +190,7 @@ class Template:
                 **self._names,
                 **self._marks.guard_all(extra),
                 "messages": self._messages(messages),
-                "tools": self._marks.guard_all(tools) or None,
+                "tools": self._marks.guard_tools(tools) if tools else None,
                 "add_generation_prompt": True,
             }
             text = self._template.render(variables)

@@ -23,7 +23,12 @@ from engine.messages import (
     TokenLogprobs,
     TurnEnd,
 )
+from gateway.choices import Choice
 from gateway.link import EngineLost
+from gateway.sessions import Session
+from gateway.sse import ChatFrames
+from gateway.stream import frames_of
+from gateway.turn import Part, Turn
 from tests.asking import (
     ADD,
     HERMES,
@@ -120,6 +125,7 @@ def test_every_grouping_streamed_or_not_gives_the_same_answer(name):
         ("two calls", None, ['{"a": 1}', '{"a": 22}'], "tool_calls", len(TWO) + 1),
         ("text and call", "Look:\n", ['{"a": 1}'], "tool_calls", len(ONE) + 7),
         ("cut text", "Plain words", [], "length", 11),
+        ("cut code point", "é\ufffd", [], "length", 4),
         ("closed call", None, ['{"a": 1}'], "length", len(ONE)),
         ("stop string", "one ", [], "stop", 5),
         ("stop in arguments", None, ['{"a": 1}', '{"a": 22}'], "tool_calls", len(TWO) + 1),
@@ -244,6 +250,37 @@ def test_usage_and_headers_tell_what_the_cache_did():
     assert streamed.headers["cache-control"] == "no-store"
     assert streamed.headers["x-accel-buffering"] == "no"
     assert streamed.headers["x-request-id"]
+
+
+def test_usage_counts_the_blocks_that_were_written():
+    def outs(submit: Submit) -> list[list[Out]]:
+        return [
+            [Out(submit.id, 0, [97], cached=64, written=128)],
+            [Out(submit.id, 0, [EOS], "stop", True, cached=64, written=128)],
+        ]
+
+    details = post(PlayedLink(outs)).json()["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 64, "cache_write_tokens": 128}
+
+
+def test_the_grammar_follows_tools_choice_and_parallel_calls():
+    link = saying("x")
+    gateway = open_gateway(link)
+    wishes = [
+        {},
+        {"tools": [ADD]},
+        {"tools": [ADD], "parallel_tool_calls": False},
+        {"tools": [ADD], "tool_choice": "required"},
+        {"tools": [ADD], "tool_choice": "none"},
+        {"tools": [ADD], "response_format": {"type": "json_object"}},
+    ]
+    for fields in wishes + wishes:  # planned once, then remembered
+        assert post(gateway, **fields).status_code == 200
+    grammars = [submit.grammar and submit.grammar.lark for submit in link.submits]
+    assert grammars[: len(wishes)] == grammars[len(wishes) :]
+    assert grammars[0] is grammars[4] is None
+    assert len(set(grammars[: len(wishes)])) == len(wishes) - 1
+    assert link.submits[4].prompt == link.submits[0].prompt
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -512,11 +549,17 @@ def ask_slowly(gateway, body: dict) -> list[bytes]:
 
     async def run() -> None:
         sent = False
+        readers = 0
 
         async def receive() -> dict:
-            nonlocal sent
+            nonlocal sent, readers
             if sent:
-                await asyncio.sleep(30)
+                readers += 1
+                assert readers == 1, "two tasks read one request"
+                try:
+                    await asyncio.sleep(30)
+                finally:
+                    readers -= 1
             sent = True
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
 
@@ -546,6 +589,26 @@ def test_what_waits_for_a_slow_reader_leaves_in_one_frame():
     assert heard.choices[0].content == text
     assert heard.choices[0].frames < 10
     assert all(piece.endswith(b"\n\n") for piece in pieces)
+
+
+def test_a_stream_that_is_dropped_half_way_closes_its_mailbox():
+    link = saying("some words", 1, delay_s=0.001)
+    gateway = open_gateway(link)
+
+    async def run() -> None:
+        submit = Submit("a", [1], 20)
+        session = Session(None, "none", False)
+        choice = Choice(0, gateway.prompts.vocabulary)
+        prompt = gateway.prompts.given([1])
+        turn = Turn(gateway, [Part(prompt, submit)], [choice], session, request_id="r", begin=0.0)
+        await turn.admit(asyncio.Event().wait)
+        pieces = frames_of(turn, ChatFrames("a", 1, "m", choices=1, include_usage=False))
+        assert await anext(pieces)
+        await pieces.aclose()
+        assert link.closed == ["a"] and gateway.admission.open == 0
+        turn.close()
+
+    asyncio.run(run())
 
 
 # --- golden streams ---------------------------------------------------------------------------

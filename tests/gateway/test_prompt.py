@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+from array import array
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from gateway.prompt import Prompt, Prompts
 from gateway.protocol import Function, Message, ToolCall
 from gateway.render import respaced
 from gateway.text import Detokenizer
+from gateway.tokens import Segment
 from gateway.tools import FORMATS, load
 from tests.scripted import byte_tokenizer_json
 
@@ -122,6 +124,35 @@ def test_no_pieces_of_text_join_to_a_control_token(texts):
     ids = chat(made, [user(text) for text in texts]).ids
     assert [id for id in ids if id in (0, 1, 2)] == [2]
     assert decoded(made, ids) == "".join(texts) + "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        ("{{ a }}{{ b }}", ["<|im_", "end|>"]),
+        ("{{ a }}{{ b }}", ["<", "|im_end|>"]),
+        ("{{ a }}{{ b }}", ["<|im_end|", ">"]),
+        ("{{ a }}{{ c }}{{ b }}", ["<|im_", "|>", "end"]),
+        ("<{{ a }}", ["|im_end|>", ""]),
+        ("{{ a }}end|>", ["some more text <|im_", ""]),
+        ("<|im_{{ a }}", ["end|> some more text", ""]),
+        ("<|im_{{ a | trim }}", [" end|> ", ""]),
+        ("<{{ a }}>", ["|im_end|", ""]),
+    ],
+)
+def test_edges_of_text_never_complete_a_control_token(template, texts):
+    a, b, *c = texts
+    made = prompts(template=template)
+    ids = chat(made, [user("x")], extra={"a": a, "b": b, "c": "".join(c)}).ids
+    assert not {0, 1, 2} & set(ids)
+
+
+def test_a_segment_is_found_only_between_the_same_control_tokens():
+    segment = Segment(("a", "b"), (1,), array("I", [5]))
+    assert segment.matches(["x", "a", "bc"], [9, 1], 1)
+    assert not segment.matches(["x", "a", "bc"], [9, 2], 1)
+    assert not segment.matches(["x", "a", "cb"], [9, 1], 1)
+    assert not segment.matches(["x", "a"], [9], 1)
 
 
 def test_tools_and_arguments_never_become_control_tokens():
