@@ -67,9 +67,7 @@ class Marks:
         A bare word is not marked even if some token contains it: templates compare such values.
         """
         text = self._guard_edges(text)
-        if 0 < len(text) < self._longest and not _WORD.fullmatch(text):
-            return self._guard_middle(text)
-        return text
+        return text if _WORD.fullmatch(text) else self._guard_middle(text)
 
     def guard_key(self, text: str) -> str:
         """As guard(), for an object's key: templates look keys up, but also print `<key>`."""
@@ -78,15 +76,19 @@ class Marks:
     def _guard_edges(self, text: str) -> str:
         while self._find.search(text):  # breaking one may leave another that overlapped it
             text = self._find.sub(lambda found: found[0][0] + self._mark + found[0][1:], text)
-        reach = range(1, min(self._longest, len(text)) + 1)
-        if any(text[-count:] in self._starts for count in reach):
-            text += self._mark
-        if any(text[:count] in self._ends for count in reach):
-            text = self._mark + text
+        bare = text.strip()  # templates trim; then these are its edges
+        reach = range(1, min(self._longest, len(bare)) + 1)
+        if any(bare[-count:] in self._starts for count in reach):
+            text = text.replace(bare, bare + self._mark)
+        if any(bare[:count] in self._ends for count in reach):
+            text = text.replace(bare, self._mark + bare)
         return text
 
     def _guard_middle(self, text: str) -> str:
-        return self._mark + text if text and any(text in c for c in self._controls) else text
+        bare = text.strip()
+        if 0 < len(bare) < self._longest and any(bare in control for control in self._controls):
+            return text.replace(bare, self._mark + bare)
+        return text
 
     def guard_all(self, value: object) -> Any:  # Any: the JSON value of the same shape
         """A JSON value with each of its strings guarded, keys too."""
@@ -188,7 +190,7 @@ class Template:
         try:
             variables = {
                 **self._names,
-                **self._marks.guard_all(extra),
+                **{name: self._marks.guard_all(value) for name, value in extra.items()},
                 "messages": self._messages(messages),
                 "tools": self._marks.guard_tools(tools) if tools else None,
                 "add_generation_prompt": True,

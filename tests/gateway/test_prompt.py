@@ -138,6 +138,7 @@ def test_no_pieces_of_text_join_to_a_control_token(texts):
         ("<|im_{{ a }}", ["end|> some more text", ""]),
         ("<|im_{{ a | trim }}", [" end|> ", ""]),
         ("<{{ a }}>", ["|im_end|", ""]),
+        ("<{{ a.strip() }}>", [" |im_end| ", ""]),
     ],
 )
 def test_edges_of_text_never_complete_a_control_token(template, texts):
