@@ -28,6 +28,7 @@ from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
 from engine.runner import Runner
+from engine.threads import Threads
 from engine.weights import load
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Parts:
     sessions: SessionTable
     compiler: Compiler
     masks: Masks
+    threads: Threads
 
 
 def build(
@@ -67,7 +69,7 @@ def build(
     max_len = _max_len(config, shape.max_len)
     device = _device(config.device)
     dtype = DTYPES[config.dtype]
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    threads = Threads(config.threads or len(os.sched_getaffinity(0)), torch.set_num_threads)
     kind = family(checkpoint.architecture)
     with ThreadPoolExecutor(1) as side:
         compiler = side.submit(
@@ -99,6 +101,7 @@ def build(
         sessions=SessionTable(pool, config.cache),
         compiler=grammar,
         masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
+        threads=threads,
     )
 
 

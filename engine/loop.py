@@ -82,6 +82,7 @@ class Engine:
         self.scheduler = Scheduler(parts.pool, parts.sessions, config, parts.runner.lookahead)
         self.inbox: queue.SimpleQueue[ToEngine | _CompileDone] = queue.SimpleQueue()
         self._compiler, self._masks = parts.compiler, parts.masks
+        self._threads = parts.threads
         self._drafts = drafts
         self._source = head.source if head is not None else ""  # of the device's drafts
         self._compiling: dict[str, Submit] = {}
@@ -106,6 +107,7 @@ class Engine:
     def step(self) -> list[ToGateway]:
         """Handle every message that is here, run at most one step, return the replies."""
         replies = self._receive()
+        self._threads.update(time.monotonic())
         plan = self.scheduler.plan()
         if plan.rows:
             flight = self.runner.launch(plan)

@@ -109,7 +109,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities of one token's row, after the grammar mask, before temperature."""
+    """Natural-log probabilities of one emitted token under its row's raw logits."""
 
     logprob: float
     top: list[tuple[int, float]]  # the best first

@@ -144,7 +144,8 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks away; the sequence keeps its tokens and is computed again later."""
         self.running.remove(seq)
-        self._release(seq)
+        self.pool.release(seq.blocks, warm=True)
+        seq.blocks = []
         seq.drop_draft()
         seq.computed = 0
         seq.keys = []
@@ -253,7 +254,7 @@ class Scheduler:
             self.add(fork)
             break
         seq.siblings = []
-        if seq.submit.session is not None and seq.keys:
+        if seq.keys:  # without a session too: what several use is nobody's own
             self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys)])
         self._release(seq)
 
