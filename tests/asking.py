@@ -83,6 +83,11 @@ def cut(text: str | bytes, group: int = 4) -> ScriptedLink:
     return ScriptedLink(lambda _: Script(batches, finish="length", stopped=False))
 
 
+def failing_at(batch: int) -> ScriptedLink:
+    """An engine that gives up before this batch."""
+    return saying("some words here", 2, fail_after=batch)
+
+
 class PlayedLink(ScriptedLink):
     """An engine that plays exactly these outs, one list a step."""
 
