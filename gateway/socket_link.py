@@ -208,7 +208,7 @@ class SocketLink:
             if self.stats_age_s > limit and (self.hello is None or self._boxes.running()):
                 return f"{SILENT} for {self.stats_age_s:.1f} s; the limit is {limit:g} s"
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wire.closed.wait(), limit / 8)
+                await asyncio.wait_for(wire.closed.wait(), self._rules.beat_s / 8)
         return wire.fault
 
     async def _end(self, process: Process, exited: asyncio.Future[int], first: int) -> int:

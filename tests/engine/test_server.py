@@ -96,7 +96,7 @@ class Running:
         self.stop = threading.Event()
         self.code: int | None = None
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(path, kw))
+        self.thread = threading.Thread(target=self._run, args=(path, kw), daemon=True)
         self.thread.start()
 
     def _run(self, path: Path, kw: dict) -> None:
@@ -252,7 +252,7 @@ def test_only_running_requests_are_remembered():
     ours, theirs = socket.socketpair()
     attachment = Attachment(ScriptedEngine(), ours, 1 << 20)
     stop = threading.Event()
-    thread = threading.Thread(target=attachment.serve, args=(stop,))
+    thread = threading.Thread(target=attachment.serve, args=(stop,), daemon=True)
     thread.start()
     for i in range(20):
         theirs.sendall(frame(Submit(f"r{i}", [1], 2, n=2)))
