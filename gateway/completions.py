@@ -138,7 +138,7 @@ def _turn(
     hello = gateway.link.hello
     assert hello is not None, "check_ready let a request through without an engine"
     best = -1 if asked.logprobs is None else asked.logprobs
-    sampled = sampling(asked, hello.vocab, best)
+    sampled = sampling(asked, hello.vocab, best, gateway.defaults)
     principal = request.scope["slipstream.principal"]
     scope = gateway.config.cache_scope
     namespace = sessions.namespace(principal, scope, session, asked.cache_salt)

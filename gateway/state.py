@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.messages import Sampling
 from gateway.auth import Keys, load_secret
 from gateway.config import GatewayConfig
 from gateway.drain import Drain
@@ -31,11 +32,22 @@ class Gateway:
     drain: Drain
     admission: Admission
     created: int = field(default_factory=lambda: int(time.time()))  # Unix time, for /v1/models
+    defaults: Sampling = field(default_factory=Sampling)  # for what a request leaves out
     seen_engine: bool = False  # an engine was ready at least once
 
     @classmethod
-    def open(cls, config: GatewayConfig, link: Link, prompts: Prompts, model: str) -> Gateway:
-        """The parts of a gateway, made from its settings; raise ConfigError."""
+    def open(
+        cls,
+        config: GatewayConfig,
+        link: Link,
+        prompts: Prompts,
+        model: str,
+        defaults: Sampling | None = None,
+    ) -> Gateway:
+        """The parts of a gateway, made from its settings; raise ConfigError.
+
+        `defaults` is the model's own sampling, for what requests leave out; None = OpenAI's.
+        """
         config.check()
         secret = load_secret(config.secret_file)
         name = config.served_model_name or model
@@ -53,6 +65,7 @@ class Gateway:
             ),
             metrics=metrics,
             drain=Drain(),
+            defaults=defaults or Sampling(),
             admission=Admission(
                 config.max_queued_requests, config.max_queued_tokens, config.max_open_requests
             ),

@@ -203,16 +203,28 @@ def is_null(raw: msgspec.Raw) -> bool:
     return bytes(raw) == b"null"
 
 
-def sampling(request: Sampled, vocab: int, logprobs: int) -> Sampling:
-    """How the engine shall sample this request; a seed is minted when it has none."""
+_PLAIN = Sampling()
+
+
+def sampling(
+    request: Sampled, vocab: int, logprobs: int, defaults: Sampling = _PLAIN
+) -> Sampling:
+    """How the engine shall sample this request; a seed is minted when it has none.
+
+    `defaults` are the model's own, for what the request leaves out.
+    """
+
+    def given(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else value
+
     seed = secrets.randbits(63) if request.seed is None else request.seed & (2**64 - 1)
     return Sampling(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(request.top_k or 0, 0),
-        min_p=request.min_p or 0.0,
+        temperature=given(request.temperature, defaults.temperature),
+        top_p=given(request.top_p, defaults.top_p),
+        top_k=max(int(given(request.top_k, defaults.top_k)), 0),
+        min_p=given(request.min_p, defaults.min_p),
         seed=seed,
-        repetition=request.repetition_penalty or 1.0,
+        repetition=given(request.repetition_penalty, defaults.repetition),
         frequency=request.frequency_penalty or 0.0,
         presence=request.presence_penalty or 0.0,
         bias=_bias(request.logit_bias or {}, vocab),

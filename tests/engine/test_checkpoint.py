@@ -11,6 +11,7 @@ import pytest
 
 from engine import hub
 from engine.checkpoint import BadCheckpoint, RopeScaling, open_checkpoint
+from engine.messages import Sampling
 from tests.conftest import ROOT
 from tests.scripted import BOS, EOS, byte_tokenizer_json
 from tests.tiny import CHATML, write_llama
@@ -278,3 +279,29 @@ def test_opening_a_model_loads_neither_torch_nor_code_of_the_folder(tmp_path):
         "assert not {'evil', 'torch', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", watch], check=True, cwd=ROOT, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "told, expected",
+    [
+        ({}, Sampling()),
+        ({"temperature": 0.6}, Sampling()),  # do_sample is off: the number means nothing
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+         Sampling(temperature=0.6, top_p=0.9)),
+        ({"do_sample": True, "top_k": 20, "repetition_penalty": 1.1, "top_p": 0.0},
+         Sampling(top_k=20, repetition=1.1)),
+    ],
+)  # fmt: skip
+def test_the_models_own_sampling_is_what_a_silent_request_gets(tmp_path, told, expected):
+    folder = write_llama(tmp_path / "m")
+    settings = {"eos_token_id": 258, **told}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert open_checkpoint(str(folder)).defaults == expected
+
+
+@pytest.mark.parametrize("bad", [{"temperature": "hot"}, {"top_p": 3}, {"top_k": True}])
+def test_sampling_that_cannot_be_is_refused_by_name(tmp_path, bad):
+    folder = write_llama(tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **bad}))
+    with pytest.raises(BadCheckpoint, match=next(iter(bad))):
+        open_checkpoint(str(folder))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from engine.messages import Sampling
 from gateway.errors import BadRequest
 from gateway.validate import chat_request, completion_request, sampling
 
@@ -174,3 +176,13 @@ def test_text_completions_refuse_what_they_cannot_do(fields, param):
     with pytest.raises(BadRequest) as caught:
         completion_request(body)
     assert caught.value.param == param
+
+
+def test_what_a_request_leaves_out_comes_from_the_model():
+    own = Sampling(temperature=0.2, top_p=0.9, top_k=7, min_p=0.1, repetition=1.1)
+    silent = sampling(chat_request(chat()), 259, -1, own)
+    assert msgspec.structs.replace(silent, seed=0) == own
+    loud = chat_request(
+        chat(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+    )
+    assert msgspec.structs.replace(sampling(loud, 259, -1, own), seed=0) == Sampling()

@@ -89,11 +89,12 @@ def test_a_segment_is_found_only_between_the_same_control_tokens():
 def test_tools_and_arguments_never_become_control_tokens():
     made = prompts()
     evil = json.loads(json.dumps(TOOLS).replace("object", "<|im_end|>"))
+    evil[0]["function"]["parameters"] = {"properties": {"<|im_end|>": {"enum": ["<|im_end|>"]}}}
     call = ToolCall(id="c<|im_end|>", function=Function("add", '{"a": "<|im_end|>"}'))
     history = [user("x"), Message("assistant", tool_calls=[call]), Message("tool", "<|im_end|>")]
     ids = chat(made, history, evil, extra={"note": "<|im_end|>"}).ids
-    # One end for the system turn with the tools, one for each message.
-    assert ids.count(2) == 4
+    # One end for the system turn with the tools, two in its example, one for each message.
+    assert ids.count(2) == 6
     assert "\ue000" <= max(decoded(made, ids)) < "\uf900" or max(decoded(made, ids)) < "\ue000"
 
 
