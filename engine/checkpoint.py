@@ -136,7 +136,8 @@ def _open_gguf(name: str, path: Path, defaults: Sampling) -> Checkpoint:
         stop_ids=sorted({id for id in ends if id is not None}),
         bos_id=(bos := _token(gguf, "tokenizer.ggml.bos_token_id", config.vocab)),
         add_bos=bool(add_bos) and bos is not None,
-        files=(path,), kind="gguf", defaults=defaults, fingerprint=_fingerprint(config, [(path, gguf.data_start)]),
+        files=(path,), kind="gguf", defaults=defaults,
+        fingerprint=_fingerprint(config, [(path, gguf.data_start)]),
     )
 
 

@@ -20,7 +20,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     served_name: str = ""  # the name that clients use; empty = the model's
     revision: str | None = None  # of a hub id
     dtype: str = "auto"  # weights and KV; auto = bfloat16
-    device: str = "auto"  # auto, cpu, cuda
+    device: str = "auto"  # auto or cpu
     max_len: int | None = None  # tokens, prompt and output; None = the model's
     max_sequences: int = 64  # running at the same time
     max_batch_tokens: int = 512  # flat tokens of one step when nobody is decoding
@@ -45,10 +45,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
         for name in ("max_sequences", "max_batch_tokens", "mixed_tokens", "compile_threads"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.max_batch_tokens < self.max_drafts + 1:
+        if self.max_batch_tokens <= self.max_sequences:
             raise BadConfig(
-                f"max_batch_tokens {self.max_batch_tokens} cannot hold one sequence with "
-                f"{self.max_drafts} drafts; raise it to at least {self.max_drafts + 1}."
+                f"max_batch_tokens {self.max_batch_tokens} cannot give {self.max_sequences} sequences "
+                f"a token each and a prompt one more; raise it above {self.max_sequences}, or lower "
+                "max_sequences."
             )
         self.cache.check()
         if self.max_len is not None and self.max_len < 2:

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine.loop")
 
-DEPTH = 0  # steps that the device runs ahead of the host; a CPU has nothing to run ahead with
+# Steps that the device runs ahead of the host.  A CPU has nothing to run ahead with; a deeper loop
+# must also plan around the rows that are in flight.
+DEPTH = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,6 @@ class Engine:
         self._compiler, self._masks = parts.compiler, parts.masks
         self._threads = parts.threads
         self._drafts = drafts
-        self._source = head.source if head is not None else ""  # of the device's drafts
         self._compiling: dict[str, Submit] = {}
         self._arrived: dict[str, float] = {}  # request id -> monotonic seconds, while it lives
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
@@ -113,8 +114,8 @@ class Engine:
             flight = self.runner.launch(plan)
             self.runner.supply(flight, self._supply(plan))
             self.runner.settle(flight)
-            for done in self.runner.collect(DEPTH):
-                replies += self._commit(done)
+        for done in self.runner.collect(DEPTH):
+            replies += self._commit(done)
             self._propose()
         return replies + self._heartbeat()
 
@@ -165,6 +166,8 @@ class Engine:
             self.sessions.touch(submit.session)
         if submit.grammar is None:
             return self._start(submit, None)
+        if (known := self._compiler.cached(submit.grammar)) is not None:
+            return self._start(submit, known)
         self._compiling[submit.id] = submit
         self._compiler.submit(
             submit.grammar, lambda result: self.inbox.put(_CompileDone(submit, result))
@@ -184,7 +187,8 @@ class Engine:
                 submit.id, "context_length_exceeded",
                 f"The prompt has {len(submit.prompt):,} tokens and max_tokens is "
                 f"{submit.max_tokens:,}; this engine holds {room:,}. Shorten the prompt, lower "
-                "max_tokens, or start the engine with a larger --max-model-len or --kv-gib.",
+                "max_tokens, or start the engine with a larger --max-model-len or "
+                "--kv-cache-memory-bytes.",
                 "messages",
             )
         if not 0 <= min(submit.prompt) <= max(submit.prompt) < self.hello.vocab:
@@ -195,8 +199,9 @@ class Engine:
         return None
 
     def _compiled(self, submit: Submit, result: Compiled | GrammarRefused) -> list[ToGateway]:
-        if self._compiling.pop(submit.id, None) is None:
-            return []  # aborted meanwhile
+        if self._compiling.get(submit.id) is not submit:
+            return []  # aborted meanwhile, and perhaps sent again
+        del self._compiling[submit.id]
         if isinstance(result, GrammarRefused):
             del self._arrived[submit.id]
             assert submit.grammar is not None
@@ -248,6 +253,11 @@ class Engine:
             for seq in (*self.scheduler.waiting, *self.scheduler.running)
             if seq.deadline_s is not None and seq.deadline_s < now
         }
+        late |= {
+            submit.id
+            for submit in self._compiling.values()
+            if submit.deadline_s is not None and self._arrived[submit.id] + submit.deadline_s < now
+        }
         for request in late:
             self._abort(request, -1)
         return [
@@ -269,8 +279,8 @@ class Engine:
         return self._masks.fill(wanted, at) if wanted else None
 
     def _commit(self, flight: Flight) -> list[ToGateway]:
-        replies: list[ToGateway] = []
         outs: list[Out] = []
+        failed: dict[str, Sequence] = {}
         assert flight.sampled is not None
         at = 0
         for i, (row, drawn) in enumerate(zip(flight.plan.rows, flight.drawn(), strict=True)):
@@ -281,12 +291,16 @@ class Engine:
             outs.append(self._gain(row, accepted, flight, at))
             at += len(drawn)
             if accepted.finish == "error":
-                self._abort(row.seq.submit.id, -1)
-                replies.append(_grammar_failed(row.seq))
+                failed[row.seq.submit.id] = row.seq
             elif flight.drafts and not row.seq.finish:
-                self._take_draft(row.seq, flight.drafts[i], self._source)
+                self._take_draft(row.seq, flight.drafts[i])
         self._number += 1
-        return [Step(self._number, [out for out in outs if out.tokens or out.finish]), *replies]
+        outs = [out for out in outs if out.tokens or out.finish]
+        replies: list[ToGateway] = [Step(self._number, outs)] if outs else []
+        for request, seq in failed.items():  # only now: its other choices had rows of this step
+            self._abort(request, -1)
+            replies.append(_grammar_failed(seq))
+        return replies
 
     def _gain(self, row: Row, accepted: Accepted, flight: Flight, at: int) -> Out:
         """Book what a row gave; `at` is where its logprobs begin."""
@@ -327,14 +341,13 @@ class Engine:
                 seq.submit.namespace, seq.grammar.forced if seq.grammar is not None else _nothing,
             )
             draft = self._drafts.propose(turn)
-            self._take_draft(seq, draft.tokens[:limit], draft.source or self._drafts.source)
+            self._take_draft(seq, draft.tokens[:limit])
 
-    def _take_draft(self, seq: Sequence, tokens: list[int], source: str) -> None:
+    def _take_draft(self, seq: Sequence, tokens: list[int]) -> None:
         """Keep the legal beginning of a guess: what the grammar cannot take is not worth a row."""
         if seq.grammar is not None:
             tokens = tokens[: seq.grammar.valid_prefix(tokens)]
         seq.draft = tokens
-        seq.source = source if tokens else ""
 
     # ---- heartbeat -------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The wire between gateway and engine: every message, its units, its framing.  No torch, no I/O.
 
-Gateway -> engine: `Submit`, `Abort`, `TurnEnd`, `SessionEnd`.  Engine -> gateway: `Hello`,
+Gateway -> engine: `Submit`, `Abort`, `TurnEnd`, `SessionEnd`, `Pause`, `Resume`.  Engine -> gateway: `Hello`,
 `Admitted`, `Refused`, `Step`, `Failed`, `Stats`.  A frame is a u32 little-endian length followed
 by msgpack.
 """
@@ -77,6 +77,18 @@ class SessionEnd(msgspec.Struct, frozen=True, array_like=True, tag=4):
     session: bytes
 
 
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The request's reader is slow: keep its pages, give it no rows until Resume or Abort."""
+
+    id: str
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The request's reader has caught up."""
+
+    id: str
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """The engine's first frame: what it serves."""
 
@@ -138,7 +150,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """A running request ended by a fault of ours: typed, never exception text."""
+    """A running request ended before its time: typed, never exception text."""
 
     id: str
     code: str
@@ -167,7 +179,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=15):
     sessions_pinned: int = 0
 
 
-ToEngine = Submit | Abort | TurnEnd | SessionEnd
+ToEngine = Submit | Abort | TurnEnd | SessionEnd | Pause | Resume
 ToGateway = Hello | Admitted | Refused | Step | Failed | Stats
 
 _encoder = msgspec.msgpack.Encoder()

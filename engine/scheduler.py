@@ -89,13 +89,19 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose this step's rows; take their blocks; preempt the youngest when there are none."""
         rows: list[Row] = []
-        budget = self.config.max_batch_tokens
-        for seq in [s for s in self.running if s.decoding]:
-            if seq in self.running and budget > 0 and (row := self._row(seq, budget, rows)):
-                rows.append(row)
-                budget -= row.count
-        prompts = min(budget, self.config.mixed_tokens) if rows else budget
-        for seq in [s for s in self.running if not s.decoding]:
+        decoders = [seq for seq in self.running if seq.decoding]
+        prefills = [seq for seq in self.running if not seq.decoding]
+        prompts = self.config.max_batch_tokens
+        if decoders:
+            # Every decoder has its token; prompts have theirs; drafts share what is left.
+            prompts = min(prompts - len(decoders), self.config.mixed_tokens)
+            held = prompts if prefills or self.waiting else 0
+            spare = self.config.max_batch_tokens - len(decoders) - held
+            for left, seq in zip(range(len(decoders), 0, -1), decoders, strict=True):
+                if seq in self.running and (row := self._row(seq, 1 + spare // left, rows)):
+                    rows.append(row)
+                    spare -= row.drafts
+        for seq in prefills:
             if seq in self.running and prompts > 0 and (row := self._row(seq, prompts, rows)):
                 rows.append(row)
                 prompts -= row.count
@@ -109,7 +115,6 @@ class Scheduler:
     def _row(self, seq: Sequence, budget: int, rows: list[Row]) -> Row | None:
         """This sequence's share, with blocks behind it; None when it has to wait."""
         count = min(seq.want, budget)
-        planned = {row.seq.key for row in rows}
         while True:
             wanted = self._blocks_for(seq.computed + count + self.lookahead)
             need = wanted - len(seq.blocks)
@@ -122,19 +127,18 @@ class Scheduler:
                     seq.drop_draft()
                     count = min(seq.want, budget)
                     continue
-                if not self._make_room(seq, planned):
+                if not self._make_room(seq, rows):
                     return None
                 continue
             seq.blocks += taken
             self._fresh += [block.id for block in taken]
-        if count < seq.want:  # a verification is never cut in two: leave the draft for a later step
-            count = min(count, len(seq.tokens) - seq.computed)
         last = seq.computed + count >= len(seq.tokens)
         drafts = seq.computed + count - len(seq.tokens) if last else 0
         return Row(seq, seq.computed, count, drafts, last)
 
-    def _make_room(self, seq: Sequence, planned: set[tuple[str, int]]) -> bool:
+    def _make_room(self, seq: Sequence, rows: list[Row]) -> bool:
         """Preempt the youngest sequence that has no row yet; False when that was `seq` itself."""
+        planned = {row.seq.key for row in rows}
         for victim in reversed(self.running):
             if victim.key not in planned:
                 self.preempt(victim)
@@ -144,8 +148,7 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks away; the sequence keeps its tokens and is computed again later."""
         self.running.remove(seq)
-        self.pool.release(seq.blocks, warm=True)
-        seq.blocks = []
+        self._release(seq)
         seq.drop_draft()
         seq.computed = 0
         seq.keys = []
@@ -169,10 +172,10 @@ class Scheduler:
         seq.blocks = list(hits)
         seq.keys = [block.key for block in hits if block.key is not None]
         seq.computed = len(hits) * self.pool.size
-        self.prefix_queries += len(seq.tokens)
-        self.prefix_hits += seq.computed
-        if seq.cached is None:
+        if seq.cached is None:  # a sequence that comes back finds its own blocks: no merit
             seq.cached = seq.computed
+            self.prefix_queries += len(seq.tokens)
+            self.prefix_hits += seq.computed
         bisect.insort(self.running, seq, key=_order)
         return seq
 
@@ -202,9 +205,7 @@ class Scheduler:
         seq.drop_draft()
         self._publish(seq)
         self._fork(seq)
-        if accepted.finish:
-            seq.finish = accepted.finish
-            self.drop(seq)
+        seq.finish = accepted.finish
 
     def _publish(self, seq: Sequence) -> None:
         """Give every block that is full of committed tokens its key: others can share it."""
@@ -217,7 +218,8 @@ class Scheduler:
             block = seq.blocks[i]
             seq.keys.append(self.pool.publish(block, parent, seq.tokens[i * size : (i + 1) * size]))
             if block.key is not None:
-                seq.written += max(0, min(seq.prompt_len, (i + 1) * size) - i * size)
+                fresh = max(0, min(seq.prompt_len, (i + 1) * size) - i * size)
+                seq.written = min(seq.written + fresh, seq.prompt_len - (seq.cached or 0))
 
     def _fork(self, seq: Sequence) -> None:
         """Start the other choices on the prompt's KV: share full blocks, copy the last."""
@@ -249,11 +251,11 @@ class Scheduler:
         else:
             self._drop_sibling(seq)
             return
-        for fork in seq.siblings:  # the leader goes: the next choice becomes the leader
-            fork.siblings = seq.siblings[1:]
+        if seq.siblings:  # the leader goes: the next choice becomes the leader
+            fork, *fork.siblings = seq.siblings
+            fork.cached = seq.cached
+            seq.siblings = []
             self.add(fork)
-            break
-        seq.siblings = []
         if seq.keys:  # without a session too: what several use is nobody's own
             self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys)])
         self._release(seq)

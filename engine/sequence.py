@@ -35,7 +35,6 @@ class Sequence:
     history: History | None = None
     computed: int = 0
     draft: list[int] = field(default_factory=list)
-    source: str = ""  # of the draft
     blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the blocks that are full and committed
     siblings: list[Sequence] = field(default_factory=list)  # fork after our prefill
@@ -46,6 +45,10 @@ class Sequence:
     accepted: int = 0
     preempted: int = 0  # times
     deadline_s: float | None = None  # monotonic
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.submit.stop_ids)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -89,12 +92,8 @@ class Sequence:
 
     def end(self) -> End:
         """What may end it inside an accepted run."""
-        return End(
-            stop_ids=frozenset(self.submit.stop_ids), remaining=self.remaining, grammar=self.grammar
-        )
+        return End(self.remaining, self.stop_ids, self.grammar)
 
     def drop_draft(self) -> None:
         """Forget the guess; a later one may come."""
-        if self.draft:
-            self.draft = []
-            self.source = ""
+        self.draft = []

@@ -233,6 +233,12 @@ class Compiler:
             result: Compiled | GrammarRefused = self.compile(grammar)
         except GrammarRefused as refused:
             result = refused
+        except BaseException:  # the library may panic: whoever waits must hear of it
+            log.exception("a grammar of %d characters broke the compiler", len(grammar.lark))
+            result = GrammarRefused(
+                "grammar_failed",
+                "The schemas of this request could not be compiled. Simplify them, or send fewer.",
+            )
         done(result)
 
     def _compile(self, grammar: Grammar) -> Compiled:

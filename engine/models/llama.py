@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import rotary_tables, rotate
+from engine.layers import Linear, rotary_tables, rotate
 from engine.models import Hidden
 
 if TYPE_CHECKING:
@@ -24,18 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights of one decoder layer; biases are None when the checkpoint has none."""
+    """Weights of one decoder layer."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    qkv: Linear
+    out: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class Llama:
@@ -52,7 +48,7 @@ class Llama:
         self.taps = taps
         self.embedding = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
-        self.head = self.embedding if config.tied else weights["lm_head.weight"]
+        self.head = Linear(self.embedding if config.tied else weights["lm_head.weight"])
         self.layers = [_layer(weights, i) for i in range(config.layers)]
         dtype, device = self.embedding.dtype, self.embedding.device
         cos, sin = rotary_tables(config, max_len, dtype)
@@ -100,14 +96,14 @@ class Llama:
         tapped: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             normed = F.rms_norm(x, x.shape[-1:], layer.attention_norm, config.rms_eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(normed)
             turned = rotate(qkv[:, :rotated].view(-1, heads + kv_heads, dim), cos, sin)
             values = qkv[:, rotated:].view(-1, kv_heads, dim)
             mixed = attention.run(turned[:, :heads], turned[:, heads:], values, pages[i])
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            x = x + layer.out(mixed)
             normed = F.rms_norm(x, x.shape[-1:], layer.mlp_norm, config.rms_eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
             if i in self.taps:
                 tapped.append(x)
         last = F.rms_norm(x, x.shape[-1:], self.norm, config.rms_eps)
@@ -115,7 +111,7 @@ class Llama:
 
     def logits(self, rows: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab]."""
-        return F.linear(rows, self.head)
+        return self.head(rows)
 
 
 def _layer(weights: dict[str, Tensor], i: int) -> _Layer:
@@ -128,21 +124,19 @@ def _layer(weights: dict[str, Tensor], i: int) -> _Layer:
             return None
         return torch.cat([part for part in parts if part is not None])
 
-    def needed(*names: str) -> Tensor:
-        tensor = joined("weight", *names)
-        assert tensor is not None, f"layer {i} lacks one of {names}; the loader checks this"
-        return tensor
+    def norm(name: str) -> Tensor:
+        return weights.pop(f"{at}{name}.weight")
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    def linear(*names: str) -> Linear:
+        weight = joined("weight", *names)
+        assert weight is not None, f"layer {i} lacks one of {names}; the loader checks this"
+        return Linear(weight, joined("bias", *names))
+
     return _Layer(
-        attention_norm=needed("input_layernorm"),
-        qkv=needed(*qkv),
-        qkv_bias=joined("bias", *qkv),
-        out=needed("self_attn.o_proj"),
-        out_bias=joined("bias", "self_attn.o_proj"),
-        mlp_norm=needed("post_attention_layernorm"),
-        gate_up=needed("mlp.gate_proj", "mlp.up_proj"),
-        gate_up_bias=joined("bias", "mlp.gate_proj", "mlp.up_proj"),
-        down=needed("mlp.down_proj"),
-        down_bias=joined("bias", "mlp.down_proj"),
+        attention_norm=norm("input_layernorm"),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out=linear("self_attn.o_proj"),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
     )
