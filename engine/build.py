@@ -91,12 +91,14 @@ def build(
         )
         grammar = compiler.result()
     pool = BlockPool(blocks, BLOCK)
+    runner = Runner(model, pages, attention, device, head, config.max_drafts)
+    usable = min(max_len, blocks * BLOCK - runner.lookahead)
     return Parts(
         hello=Hello(
-            PROTOCOL, config.served_name or checkpoint.name, shape.vocab, max_len, BLOCK, blocks,
+            PROTOCOL, config.served_name or checkpoint.name, shape.vocab, usable, BLOCK, blocks,
             list(checkpoint.stop_ids), VERSION,
         ),
-        runner=Runner(model, pages, attention, device, head, config.max_drafts),
+        runner=runner,
         pool=pool,
         sessions=SessionTable(pool, config.cache),
         compiler=grammar,

@@ -47,9 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
                 raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.max_batch_tokens <= self.max_sequences:
             raise BadConfig(
-                f"max_batch_tokens {self.max_batch_tokens} cannot give {self.max_sequences} sequences "
-                f"a token each and a prompt one more; raise it above {self.max_sequences}, or lower "
-                "max_sequences."
+                f"max_batch_tokens {self.max_batch_tokens} cannot give {self.max_sequences} "
+                f"sequences a token each and a prompt one more; raise it above "
+                f"{self.max_sequences}, or lower max_sequences."
             )
         self.cache.check()
         if self.max_len is not None and self.max_len < 2:

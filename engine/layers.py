@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Linear:
     """x [N, in] -> x W^T + b [N, out], with the weight laid out as the device's kernels want it.
 
-    On a CPU bf16 weights are reordered once into oneDNN's blocked layout, which torch would otherwise
-    do in every call: the same bits, 1.4-1.8 times faster up to 16 rows (a SmolLM2 layer's four
-    products at one row: 311 -> 205 us on two cores).  Those operators are what torch's own compiler
-    emits; where a build lacks them the plain product is used.
+    On a CPU bf16 weights are reordered once into oneDNN's blocked layout, which torch would
+    otherwise do in every call: the same bits, 1.4-1.8 times faster up to 16 rows (a SmolLM2 layer's
+    four products at one row: 311 -> 205 us on two cores).  Those operators are what torch's own
+    compiler emits; where a build lacks them the plain product is used.
     """
 
     __slots__ = ("bias", "packed", "weight")
@@ -44,8 +44,6 @@ class Linear:
 def _pack(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's layout; None where that does not exist or does not give the same."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return None
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops, "mkldnn"):
         return None
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)

@@ -22,7 +22,9 @@ from engine.messages import (
     Admitted,
     Failed,
     Out,
+    Pause,
     Refused,
+    Resume,
     SessionEnd,
     Stats,
     Step,
@@ -89,6 +91,7 @@ class Engine:
         self._compiling: dict[str, Submit] = {}
         self._arrived: dict[str, float] = {}  # request id -> monotonic seconds, while it lives
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
+        self._idle = False  # the last step found nothing to run: all that is left is paused
         self._number = 0
         self._prompt_tokens = self._generated = 0
         self._rounds = self._drafted = self._accepted = 0
@@ -98,7 +101,7 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to do, or after `timeout_s`."""
-        if self.busy or self._early:
+        if self._early or (self.busy and not self._idle):
             return
         try:
             self._early.append(self.inbox.get(timeout=timeout_s))
@@ -110,6 +113,7 @@ class Engine:
         replies = self._receive()
         self._threads.update(time.monotonic())
         plan = self.scheduler.plan()
+        self._idle = not plan.rows
         if plan.rows:
             flight = self.runner.launch(plan)
             self.runner.supply(flight, self._supply(plan))
@@ -152,6 +156,10 @@ class Engine:
                 self._abort(request, index)
             case TurnEnd(session=session, tool_call=tool_call):
                 self.sessions.turn_ended(session, tool_call)
+            case Pause(id=request):
+                self.scheduler.pause(request)
+            case Resume(id=request):
+                self.scheduler.paused.discard(request)
             case SessionEnd(session=session):
                 self.sessions.ended(session)
             case _:
@@ -177,7 +185,7 @@ class Engine:
     def _refusal(self, submit: Submit) -> Refused | None:
         """Why the request can never run, when it cannot."""
         total = len(submit.prompt) + submit.max_tokens
-        room = min(self.hello.max_len, self.pool.total * self.pool.size - self.runner.lookahead)
+        room = self.hello.max_len
         if submit.id in self._arrived:
             return Refused(submit.id, "duplicate_request", f"Request id {submit.id} is running.")
         if not submit.prompt or submit.max_tokens < 1 or submit.n < 1:
@@ -244,6 +252,7 @@ class Engine:
             self._drafts.forget(seq.key)
         if not self.scheduler.find(seq.submit.id):
             self._arrived.pop(seq.submit.id, None)
+            self.scheduler.paused.discard(seq.submit.id)
 
     def _expire(self) -> list[ToGateway]:
         """End what is past its deadline, running or not."""

@@ -1,8 +1,8 @@
 """The wire between gateway and engine: every message, its units, its framing.  No torch, no I/O.
 
-Gateway -> engine: `Submit`, `Abort`, `TurnEnd`, `SessionEnd`, `Pause`, `Resume`.  Engine -> gateway: `Hello`,
-`Admitted`, `Refused`, `Step`, `Failed`, `Stats`.  A frame is a u32 little-endian length followed
-by msgpack.
+Gateway -> engine: `Submit`, `Abort`, `TurnEnd`, `SessionEnd`, `Pause`, `Resume`.
+Engine -> gateway: `Hello`, `Admitted`, `Refused`, `Step`, `Failed`, `Stats`.
+A frame is a u32 little-endian length followed by msgpack.
 """
 
 from __future__ import annotations

@@ -92,6 +92,20 @@ def gumbel(
     return noise[:, :vocab]
 
 
+def gumbel_at(
+    seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The noise of single vocabulary ids, [R, K] for `ids` [R, K] int64; see `gumbel`."""
+    seed, choice, position = (t[:, None].long() for t in (seeds, choices, positions))
+    words = philox(
+        seed & WORD, (seed >> 32) & WORD, position & WORD, choice & WORD, ids >> 2,
+        ids.new_zeros(()),
+    )  # fmt: skip
+    noise = torch.stack(words, -1).gather(-1, (ids & 3)[..., None])[..., 0].to(dtype)
+    _to_gumbel(noise)
+    return noise
+
+
 def _to_gumbel(words: Tensor) -> None:
     """Replace integers below 2**32 by their noise, in place."""
     words.add_(0.5).mul_(2.0**-32)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from engine.messages import Sampling, TokenLogprobs
-from engine.noise import gumbel
+from engine.noise import gumbel, gumbel_at
 
 HEADS = (512, 8192)  # how many of the best tokens top-p looks at before it sorts the whole row
+FEW = 512  # tokens left of a row up to which only theirs get noise
 NOTHING = -1  # the token of a row that has none
 
 
@@ -166,17 +167,45 @@ def _draw_hot(x: Tensor, peak: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     floors = [log(r.sampling.min_p) if r.sampling.min_p > 0 else -inf for r in rows]
     if max(floors) > -inf:
         x.masked_fill_(x < x.new_tensor(floors)[:, None], -inf)
+    narrow = _few(x)
+    tokens = [NOTHING] * len(rows)
+    for few in (True, False):
+        places = [i for i, is_narrow in enumerate(narrow) if is_narrow == few]
+        if places:
+            part = x if len(places) == len(rows) else x[torch.tensor(places, device=x.device)]
+            fresh = _noisy(part, [rows[i] for i in places], few)
+            for i, token in zip(places, fresh, strict=True):
+                tokens[i] = token
+    return tokens
+
+
+def _few(x: Tensor) -> list[bool]:
+    """Which rows have so few tokens left that noise for those alone is cheaper.
+
+    A row's own business: what its neighbours do must not change the way it is drawn.
+    """
+    if x.shape[1] <= FEW:
+        return [False] * len(x)
+    few: list[bool] = ((x > -inf).sum(-1) <= FEW).tolist()
+    return few
+
+
+def _noisy(x: Tensor, rows: Sequence[SampleRow], few: bool) -> list[int]:
+    """The arg-max of each row plus its noise; `few` when at most FEW entries are above -inf."""
     device = x.device
     # A seed is 64 bits without sign, a tensor's integers have one: the same bits, read differently.
     seeds = [(r.sampling.seed + 2**63) % 2**64 - 2**63 for r in rows]
-    noise = gumbel(
+    keys = (
         torch.tensor(seeds, device=device),
         torch.tensor([row.choice for row in rows], device=device),
         torch.tensor([row.position for row in rows], device=device),
-        x.shape[1],
-        x.dtype,
     )
-    tokens: list[int] = x.add_(noise).max(-1).indices.tolist()
+    if few:
+        ids = x.topk(FEW, -1).indices.sort(-1).values  # rising: the lowest id wins ties here too
+        best = (x.gather(1, ids) + gumbel_at(*keys, ids, x.dtype)).max(-1, keepdim=True).indices
+        found: list[int] = ids.gather(1, best)[:, 0].tolist()
+        return found
+    tokens: list[int] = x.add_(gumbel(*keys, x.shape[1], x.dtype)).max(-1).indices.tolist()
     return tokens
 
 

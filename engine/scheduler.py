@@ -59,6 +59,7 @@ class Scheduler:
     config: EngineConfig
     lookahead: int = 0  # slots beyond the wanted tokens that a device draft writes
     waiting: list[Sequence] = field(default_factory=list)  # sorted by order
+    paused: set[str] = field(default_factory=set)  # requests whose readers are behind
     running: list[Sequence] = field(default_factory=list)  # sorted by order
     preemptions: int = 0
     prefix_queries: int = 0  # tokens
@@ -78,6 +79,11 @@ class Scheduler:
                 found += [s for s in (seq, *seq.siblings) if index in (-1, s.index)]
         return found
 
+    def pause(self, request: str) -> None:
+        """Give the request no rows until it is taken out of `paused`; unknown ones are ignored."""
+        if self.find(request):
+            self.paused.add(request)
+
     def lookup(self, root: bytes, tokens: list[int]) -> int:
         """Tokens of a prompt whose KV exists now."""
         if not self.config.prefix_caching:
@@ -89,8 +95,9 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose this step's rows; take their blocks; preempt the youngest when there are none."""
         rows: list[Row] = []
-        decoders = [seq for seq in self.running if seq.decoding]
-        prefills = [seq for seq in self.running if not seq.decoding]
+        active = [seq for seq in self.running if seq.submit.id not in self.paused]
+        decoders = [seq for seq in active if seq.decoding]
+        prefills = [seq for seq in active if not seq.decoding]
         prompts = self.config.max_batch_tokens
         if decoders:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
@@ -158,16 +165,18 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence to the running ones if its tokens find room."""
-        if not self.waiting or len(self.running) >= self.config.max_sequences:
+        ready = (seq for seq in self.waiting if seq.submit.id not in self.paused)
+        seq = next(ready, None)
+        if seq is None or self.active >= self.config.max_sequences:
             return None
-        seq = self.waiting[0]
         hits = self._match(seq)
         idle_hits = sum(block.users == 0 for block in hits)  # sharing makes them unavailable
         need = self._blocks_for(len(seq.tokens) + self.lookahead) - len(hits) + idle_hits
         spare = len(self.running)  # each running sequence may need a block soon
         if self.running and self.pool.available < need + spare:
+            self._reclaim()
             return None
-        self.waiting.pop(0)
+        self.waiting.remove(seq)
         self.pool.share(hits)
         seq.blocks = list(hits)
         seq.keys = [block.key for block in hits if block.key is not None]
@@ -178,6 +187,18 @@ class Scheduler:
             self.prefix_hits += seq.computed
         bisect.insort(self.running, seq, key=_order)
         return seq
+
+    @property
+    def active(self) -> int:
+        """Running sequences that are not paused: those that hold a slot of the batch."""
+        return sum(seq.submit.id not in self.paused for seq in self.running)
+
+    def _reclaim(self) -> None:
+        """Somebody waits for blocks: the youngest paused sequence lends its own."""
+        for seq in reversed(self.running):
+            if seq.submit.id in self.paused:
+                self.preempt(seq)
+                return
 
     def _match(self, seq: Sequence) -> list[Block]:
         if not self.config.prefix_caching:
@@ -227,7 +248,7 @@ class Scheduler:
         shared = (seq.prompt_len - 1) // self.pool.size  # each computes the last prompt token
         for fork in siblings:
             fork.cached = seq.cached
-            room = len(self.running) < self.config.max_sequences
+            room = self.active < self.config.max_sequences
             try:
                 own = self.pool.take(1) if room else []
             except OutOfBlocks:

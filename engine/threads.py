@@ -26,7 +26,7 @@ class Usage:
     """Seconds since some fixed time."""
 
     at: float  # wall
-    machine: float  # CPU seconds of all processes, all cores
+    machine: float  # CPU seconds of all processes, on the cores that we may use
     own: float  # CPU seconds of this process
     cores: int
 
@@ -34,17 +34,17 @@ class Usage:
 def read_usage() -> Usage | None:
     """Now; None where the system does not tell."""
     try:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return None
-    user, nice, system, _idle, _wait, irq, soft, steal = map(int, first[1:9])
+    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    busy = 0
+    for fields in (line.split() for line in lines):
+        if fields and fields[0] in ours:
+            user, nice, system, _idle, _wait, irq, soft, steal = map(int, fields[1:9])
+            busy += user + nice + system + irq + soft + steal
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return Usage(
-        time.monotonic(),
-        (user + nice + system + irq + soft + steal) / TICKS,
-        used.ru_utime + used.ru_stime,
-        os.cpu_count() or 1,
-    )
+    return Usage(time.monotonic(), busy / TICKS, used.ru_utime + used.ru_stime, len(ours))
 
 
 class Threads:

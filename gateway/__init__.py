@@ -1,4 +1,4 @@
-"""gateway talks: OpenAI's HTTP and SSE on one side, engine messages on the other.  Never imports torch.
+"""gateway talks: OpenAI's HTTP and SSE on one side, engine messages on the other.  Never torch.
 
 Try it:  slipstream serve smollm2   then   curl localhost:8000/v1/models
 """

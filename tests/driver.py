@@ -16,6 +16,7 @@ Answers = dict[tuple[str, int], list[int]]
 
 def make(folder: Path, *, blocks: int = 256, drafts=None, head=None, **settings) -> Engine:
     """An fp64 engine on a tiny checkpoint."""
+    settings.setdefault("max_sequences", min(64, settings.get("max_batch_tokens", 512) - 1))
     config = EngineConfig(
         model=str(folder), dtype="float64", threads=1, cache=CacheConfig(blocks=blocks), **settings
     )

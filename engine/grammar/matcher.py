@@ -8,6 +8,7 @@ was after an illegal token are used, as llguidance's error state never clears.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 250_000,
     "max_grammar_size": 500_000,
 }
+
+
+log = logging.getLogger("engine.grammar.matcher")
 
 
 class GrammarRefused(Exception):
@@ -252,10 +256,11 @@ class Compiler:
             self.vocabulary.tokenizer, grammar.lark, log_level=0, limits=self._limits
         )
         if matcher.is_error():
+            log.info("a grammar was refused: %.200s", matcher.get_error())
             raise GrammarRefused(
                 "invalid_schema",
-                "The schemas of this request cannot be made into a grammar: "
-                + matcher.get_error().split("\n", 1)[0][:200],
+                "The schemas of this request cannot be made into a grammar. Simplify them: smaller "
+                "patterns and ranges, fewer nested alternatives.",
             )
         # A grammar can compile and still break at its first mask: better here than in a step.
         mask = np.zeros((1, (self.vocabulary.size + 31) // 32), dtype=np.int32)

@@ -12,6 +12,8 @@ import torch
 from engine.messages import (
     Abort,
     Grammar,
+    Pause,
+    Resume,
     Sampling,
     SessionEnd,
     Submit,
@@ -295,6 +297,132 @@ def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch):
     ).drain()
     assert run.failed["bad"].code == "grammar_failed"
     assert run.finish(("good", 0)) == "length" and engine.pool.used == 0
+
+
+def test_a_failing_choice_takes_its_request_along_and_nothing_else(folder, monkeypatch):
+    """Its other choice has a row in the same step, on a block's edge."""
+    engine = make(folder)
+    fill = type(engine._masks).fill
+
+    def close(self, requests, rows=None):
+        masks = fill(self, requests, rows)
+        if requests and requests[0][1].steps == 4:
+            masks[requests[0][0]] = 0
+        return masks
+
+    monkeypatch.setattr(type(engine._masks), "fill", close)
+    bad = Submit("bad", prompt(59), 30, Sampling(seed=2), n=2, grammar=JSON)
+    run = Run(engine).put(bad, Submit("good", prompt(9, 2), 30, GREEDY)).drain()
+    assert run.failed["bad"].code == "grammar_failed"
+    assert run.finish(("good", 0)) == "length" and engine.pool.used == 0
+    assert not engine._arrived
+
+
+def test_a_grammar_that_breaks_the_compiler_is_refused(folder, monkeypatch):
+    engine = make(folder)
+
+    def panic(grammar):
+        raise BaseException("panic")
+
+    monkeypatch.setattr(engine._compiler, "_compile", panic)
+    run = Run(engine).put(Submit("r", [1], 4, grammar=Grammar('start: "a"'))).drain()
+    assert run.refused["r"].code == "grammar_failed" and not engine._arrived
+
+
+def test_a_known_grammar_does_not_wait_for_the_pool(folder):
+    engine = make(folder)
+    answers(engine, Submit("a", prompt(5), 4, GREEDY, grammar=JSON))
+    run = Run(engine).put(Submit("b", prompt(5), 4, GREEDY, grammar=JSON))
+    run.step()
+    assert run.tokens["b", 0] and not engine._compiling
+    run.drain()
+
+
+def test_an_id_that_comes_back_while_its_first_grammar_compiles_runs_the_second_prompt(folder):
+    engine = make(folder)
+    first = Submit("r", prompt(5), 4, GREEDY, grammar=Grammar('start: "first"'))
+    second = Submit("r", prompt(6), 6, GREEDY, grammar=Grammar('start: "second"'))
+    run = Run(engine).put(first, Abort("r"), second).drain()
+    assert bytes(run.tokens["r", 0]) == b"second"
+
+
+def test_drafts_never_take_a_stream_or_a_prompt_its_share(folder):
+    engine = make(
+        folder, max_batch_tokens=40, mixed_tokens=16, max_sequences=12, max_drafts=8,
+        drafts=RandomDrafts(259, 5),
+    )
+    run = Run(engine).put(*(Submit(f"r{i}", [i + 1], 60, GREEDY) for i in range(10)))
+    run.step()
+    run.step()
+    run.put(Submit("late", prompt(160), 2, GREEDY))
+    for _ in range(12):
+        before = {key: len(tokens) for key, tokens in run.tokens.items()}
+        plans = []
+        engine.runner.launch = _spy(engine.runner.launch, plans)
+        run.step()
+        assert plans[0].tokens <= 40
+        assert all(len(run.tokens[key]) > count for key, count in before.items())
+        del engine.runner.launch
+        if ("late", 0) in run.tokens:
+            break
+    assert ("late", 0) in run.tokens  # 160 tokens at 16 a step: drafts have not starved it
+    run.drain()
+
+
+def _spy(launch, plans):
+    def seen(plan):
+        plans.append(plan)
+        return launch(plan)
+
+    return seen
+
+
+def test_written_tokens_are_counted_once_however_often_they_are_computed(folder):
+    engine = make(folder, prefix_caching=True, blocks=8)
+    run = Run(engine).put(Submit("a", prompt(200), 30, GREEDY))
+    for number in range(40):
+        run.step()
+        if number == 5:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+            taken = engine.pool.take(engine.pool.available)  # evicts what it had published
+            engine.pool.release(taken)
+        if not engine.busy:
+            break
+    assert run.finish(("a", 0)) == "length"
+    assert run.outs["a", 0][-1].written == 200
+
+
+def test_a_paused_request_keeps_its_pages_and_gets_no_rows(folder):
+    alone = answers(make(folder), Submit("slow", prompt(70), 30, GREEDY))
+    engine = make(folder, max_sequences=1)
+    run = Run(engine).put(Submit("slow", prompt(70), 30, GREEDY))
+    for _ in range(5):
+        run.step()
+    held = engine.pool.used
+    run.put(Pause("slow"), Submit("other", prompt(9, 2), 6, GREEDY))
+    before = len(run.tokens["slow", 0])
+    for _ in range(10):
+        run.step()
+    assert len(run.tokens["slow", 0]) == before and engine.pool.used == held
+    assert run.finish(("other", 0)) == "length"  # its slot was free for somebody else
+    started = time.monotonic()
+    engine.wait(0.05)  # nothing can run: no spinning
+    assert time.monotonic() - started > 0.04
+    run.put(Resume("slow")).drain()
+    assert run.tokens["slow", 0] == alone["slow", 0] and not engine.scheduler.paused
+
+
+def test_a_paused_request_lends_its_blocks_to_those_that_wait(folder):
+    alone = answers(make(folder), Submit("slow", prompt(200), 20, GREEDY))
+    engine = make(folder, blocks=8)
+    run = Run(engine).put(Submit("slow", prompt(200), 20, GREEDY))
+    run.step()
+    run.put(Pause("slow"), Submit("big", prompt(400, 2), 4, GREEDY))
+    for _ in range(12):
+        run.step()
+    assert run.finish(("big", 0)) == "length"
+    run.put(Resume("slow"), Pause("unknown")).drain()
+    assert run.tokens["slow", 0] == alone["slow", 0] and not engine.scheduler.paused
 
 
 def test_a_stop_id_inside_an_accepted_run_ends_it_there(folder):

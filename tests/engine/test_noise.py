@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import noise
-from engine.noise import gumbel, philox
+from engine.noise import gumbel, gumbel_at, philox
 
 WORD = 0xFFFFFFFF
 # Random123's known answers for philox4x32, 10 rounds: counter, key, output.
@@ -136,3 +136,12 @@ def test_the_noise_is_gumbel_and_neighbours_do_not_know_each_other():
     ]:
         correlation = (one * other).mean() * 12
         assert abs(correlation) * math.sqrt(one.numel()) < 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_of_single_ids_is_the_noise_of_the_whole_row(dtype):
+    seeds, choices, positions = torch.tensor([7, -3]), torch.tensor([0, 2]), torch.tensor([5, 900])
+    whole = gumbel(seeds, choices, positions, 4001, dtype)
+    ids = torch.randint(0, 4001, (2, 512), generator=torch.Generator().manual_seed(1))
+    single = gumbel_at(seeds, choices, positions, ids, dtype)
+    torch.testing.assert_close(single, whole.gather(1, ids), rtol=1e-6, atol=1e-6)

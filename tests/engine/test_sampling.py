@@ -367,3 +367,17 @@ def test_seeds_use_all_64_bits_signed_or_not():
     ]
     assert len(set(tokens[:3])) == 3
     assert tokens[2] == tokens[3]
+
+
+def test_a_row_with_few_tokens_left_is_drawn_as_if_it_had_noise_everywhere(monkeypatch):
+    import engine.sampling as sampling
+
+    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    kinds = [Sampling(top_p=0.6), Sampling(top_k=30), Sampling(min_p=0.2), Sampling()]
+    rows = [
+        SampleRow(msgspec.structs.replace(kinds[i % 4], seed=i), 10 + i, i % 3, 0, [], None, ())
+        for i in range(40)
+    ]
+    quick = sample(logits * 3, rows, None).tokens
+    monkeypatch.setattr(sampling, "FEW", 1 << 30)
+    assert sample(logits * 3, rows, None).tokens == quick
