@@ -44,11 +44,13 @@ async def create(request: Request) -> Response:
     """Answer a conversation, streamed or as one body; raise ApiError before the 200."""
     begin = time.monotonic()
     gateway: Gateway = request.app.state.gateway
+    gateway.admission.check_room()  # a full server refuses at once, and again before it renders
     asked = chat_request(await limits.read_body(request))
     if asked.model != gateway.model:
         raise ModelNotFound(gateway.model)
     gateway.check_ready()
     asking = _Asking(gateway, request, asked, begin, new_id())
+    gateway.admission.check_room()
     plan = await gateway.prompts.plans.of(asked)
     turn = await asking.turn(plan)
     if (nobody := await admitted(turn, request)) is not None:
@@ -104,7 +106,7 @@ class _Asking:
         return sessions.key_of(
             self.request.headers,
             asked.prompt_cache_key,
-            (asked.metadata or {}).get("user_id"),
+            sessions.session_of_user((asked.metadata or {}).get("user_id")),
             self.request.scope["slipstream.principal"],
             self.gateway.model,
         )
@@ -127,7 +129,7 @@ class _Asking:
         submit = Submit(
             id=self.id,
             prompt=prompt.ids,
-            max_tokens=gateway.prompts.room(prompt, asked.limit),
+            max_tokens=gateway.prompts.room(prompt, asked.limit, hello.max_len),
             sampling=sampling(asked, hello.vocab, asked.best, gateway.defaults),
             n=asked.choices,
             stop_ids=[] if asked.ignore_eos else hello.stop_ids,

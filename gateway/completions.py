@@ -39,16 +39,18 @@ async def create(request: Request) -> Response:
     """Continue one or several texts, streamed or as one body; raise ApiError before the 200."""
     begin = time.monotonic()
     gateway: Gateway = request.app.state.gateway
+    gateway.admission.check_room()  # a full server refuses at once, and again before it encodes
     asked = completion_request(await limits.read_body(request))
     if asked.model != gateway.model:
         raise ModelNotFound(gateway.model)
     gateway.check_ready()
+    gateway.admission.check_room()
     prompts = await encoded(asked, gateway.prompts)
     id, created = new_id(), int(time.time())
     session = sessions.key_of(
         request.headers,
         asked.prompt_cache_key,
-        (asked.metadata or {}).get("user_id"),
+        sessions.session_of_user((asked.metadata or {}).get("user_id")),
         request.scope["slipstream.principal"],
         gateway.model,
     )
@@ -150,7 +152,7 @@ def _turn(
                 id=id if len(prompts) == 1 else f"{id}-{number}",
                 prompt=prompt.ids,
                 max_tokens=gateway.prompts.room(
-                    prompt, asked.max_tokens or DEFAULT_TOKENS, "prompt"
+                    prompt, asked.max_tokens or DEFAULT_TOKENS, hello.max_len, "prompt"
                 ),
                 sampling=sampled,
                 n=asked.choices,

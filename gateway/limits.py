@@ -123,6 +123,14 @@ class Admission:
 
     def enter(self, prompt_tokens: int) -> Ticket:
         """Take a place for a prompt of this many tokens, or raise QueueFull and change nothing."""
+        self.check_room(prompt_tokens)
+        self.queued += 1
+        self.queued_tokens += prompt_tokens
+        self.open += 1
+        return Ticket(self, prompt_tokens, self._clock())
+
+    def check_room(self, prompt_tokens: int = 1) -> None:
+        """Raise QueueFull when such a prompt would find no place now; cheap, takes none."""
         if self.queued >= self._requests:
             self._refuse(f"{self._requests:,} requests wait already, the limit of this server")
         # An empty queue takes any prompt: a limit below the context must not lock a request out.
@@ -130,10 +138,6 @@ class Admission:
             self._refuse(f"the waiting prompts would exceed {self._tokens:,} tokens, the limit")
         if self.open >= self._open_requests:
             self._refuse(f"{self._open_requests:,} requests are open already, the limit")
-        self.queued += 1
-        self.queued_tokens += prompt_tokens
-        self.open += 1
-        return Ticket(self, prompt_tokens, self._clock())
 
     def _refuse(self, why: str) -> None:
         wait = min(max(self._wait_s, 0.25), 30.0)

@@ -22,6 +22,7 @@ from gateway.tokens import Encoder, Memory, Segment, Trail
 from gateway.tools import Format
 
 INLINE = 8192  # characters; more are rendered and encoded in a thread, never on the event loop
+MESSAGE = 64  # characters that a message or a call weighs beside its text
 PIECES_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES = 256 * 1024 * 1024
 
@@ -109,10 +110,12 @@ class Prompts:
         """
         calls = any(message.tool_calls or message.role == "tool" for message in messages)
         template = self._with_tools if tools or calls else self._plain
-        if sum(len(message.text) for message in messages) <= INLINE:
-            rendered = template.render(messages, tools, extra or {})
+        variables = extra or {}
+        weight = template.weight_of(tools) + _weight(messages, variables)
+        if weight <= INLINE:
+            rendered = template.render(messages, tools, variables)
         else:
-            rendered = await anyio.to_thread.run_sync(template.render, messages, tools, extra or {})
+            rendered = await anyio.to_thread.run_sync(template.render, messages, tools, variables)
         return await self._encoded(rendered, scope)
 
     async def plain(self, text: str) -> Prompt:
@@ -128,18 +131,27 @@ class Prompts:
         return Prompt(ids if ids[:1] == self._bos else self._bos + ids)
 
     def given(self, ids: Sequence[int]) -> Prompt:
-        """A prompt that came as ids; raise BadRequest for one outside the vocabulary."""
+        """A prompt that came as ids; raise BadRequest for one outside the vocabulary, and
+        ContextLengthExceeded before it looks at more ids than any prompt may have."""
+        if len(ids) >= self.max_len:
+            raise ContextLengthExceeded(len(ids), 1, self.max_len, "prompt")
         vocab = len(self.vocabulary)
         if not all(0 <= id < vocab for id in ids):
             raise BadRequest(f"Token ids go from 0 to {vocab - 1:,}.", param="prompt")
         return Prompt(list(ids))
 
-    def room(self, prompt: Prompt, wanted: int | None, param: str = "messages") -> int:
+    def room(
+        self, prompt: Prompt, wanted: int | None, engine_len: int, param: str = "messages"
+    ) -> int:
         """Tokens that may be generated: `wanted`, or all that the context leaves; raise
-        ContextLengthExceeded when prompt and output do not fit together."""
-        left = self.max_len - len(prompt.ids)
+        ContextLengthExceeded when prompt and output do not fit together.
+
+        `engine_len`: what the engine can hold, which may be less than the model's context.
+        """
+        limit = min(self.max_len, engine_len)
+        left = limit - len(prompt.ids)
         if left < (wanted or 1):
-            raise ContextLengthExceeded(len(prompt.ids), wanted or 1, self.max_len, param)
+            raise ContextLengthExceeded(len(prompt.ids), wanted or 1, limit, param)
         return wanted or left
 
     def remember(self, prompt: Prompt, sampled: Sequence[int], keep: str | None = None) -> None:
@@ -196,7 +208,7 @@ class Prompts:
         wanted = {piece for piece in walk.parts if isinstance(piece, tuple)}
         found = {piece: self._encoder.known(*piece) for piece in wanted}
         missing = [piece for piece, ids in found.items() if ids is None]
-        if sum(len(text) for text, _ in missing) <= INLINE:
+        if sum(MESSAGE + len(text) for text, _ in missing) <= INLINE:
             encoded = [self._encoder.encode(*piece) for piece in missing]
         else:
             encoded = await anyio.to_thread.run_sync(
@@ -229,6 +241,17 @@ class Prompts:
         return Prompt(ids, walk.key, walk.tail_texts, walk.tail_controls, tail)
 
 
+def _weight(messages: Sequence[Message], extra: Mapping[str, object]) -> int:
+    """About how many characters there are to guard and render, the tools aside."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    return (
+        MESSAGE * (len(messages) + len(calls))
+        + sum(len(message.text) for message in messages)
+        + sum(len(call.function.arguments) for call in calls)
+        + sum(len(value) for value in extra.values() if isinstance(value, str))
+    )
+
+
 class _Walk:
     """A rendered prompt, piece by piece: what is known as sampled ids, and what must be encoded."""
 
@@ -247,7 +270,8 @@ class _Walk:
         """Fill the parts, from the start to the end."""
         at = 0
         while True:
-            self._tail_here(at)
+            self.key = self._trail.key
+            self.tail_part = len(self.parts)
             segment = memory.find(self.key, self.texts, self.controls, at) if len(memory) else None
             end = at
             rest = self.texts[at]
@@ -257,14 +281,10 @@ class _Walk:
                 rest = self.texts[end].removeprefix(segment.texts[-1])
             self.parts.append((rest, end == 0 and segment is None))
             if end == len(self.controls):
-                return
+                break
             for passed in range(at, end + 1):
                 self._trail.pass_by(self.texts[passed], self.controls[passed])
             self.parts.append(self.controls[end])
             at = end + 1
-
-    def _tail_here(self, at: int) -> None:
-        self.key = self._trail.key
-        self.tail_part = len(self.parts)
         self.tail_texts = tuple(self.texts[at:])
         self.tail_controls = tuple(self.controls[at:])

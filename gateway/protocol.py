@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 CHOICES = 8  # n
+MESSAGES = 4096
 NULL = msgspec.Raw(b"null")
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -110,7 +111,7 @@ class Message(Struct, frozen=True):
 class ChatRequest(Sampled, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=100_000)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES)]
     tools: msgspec.Raw = NULL
     tool_choice: msgspec.Raw = NULL
     parallel_tool_calls: bool | None = None

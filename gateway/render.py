@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import re
 import secrets
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +49,15 @@ _UNRENDERABLE = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """A request's tools, remembered."""
+
+    tools: Sequence[object]  # holding them keeps their id from being used for others
+    guarded: list[object]
+    length: int  # characters as JSON
+
+
 class Marks:
     """Keeps callers' text from being read as a control token."""
 
@@ -59,7 +70,8 @@ class Marks:
         # Longest first, as a tokenizer finds its added tokens.
         ordered = sorted(controls, key=len, reverse=True)
         self._find = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-        self._tools: OrderedDict[int, tuple[Sequence[object], list[object]]] = OrderedDict()
+        self._tools: OrderedDict[int, _Tools] = OrderedDict()
+        self._lock = threading.Lock()  # of _tools: templates are rendered on several threads
 
     def guard(self, text: str) -> str:
         """The text with a mark inside each control token, and at edges that could make one.
@@ -104,17 +116,24 @@ class Marks:
 
     def guard_tools(self, tools: Sequence[Mapping[str, object]]) -> list[object]:
         """As guard_all(), remembered for the same object: a plan's tools come again each turn."""
-        found = self._tools.get(id(tools))
-        if found is not None and found[0] is tools:
-            self._tools.move_to_end(id(tools))
-            return found[1]
+        with self._lock:
+            found = self._tools.get(id(tools))
+            if found is not None:
+                self._tools.move_to_end(id(tools))
+                return found.guarded
         guarded: list[object] = self.guard_all(tools)
-        if not isinstance(tools, tuple) or len(json.dumps(tools)) > _TOOLS_LENGTH:
+        if not isinstance(tools, tuple) or (length := len(json.dumps(tools))) > _TOOLS_LENGTH:
             return guarded  # a list may change; a large one may not stay
-        self._tools[id(tools)] = tools, guarded  # holding `tools` keeps its id from being reused
-        if len(self._tools) > _TOOL_LISTS:
-            self._tools.popitem(last=False)
+        with self._lock:
+            self._tools[id(tools)] = _Tools(tools, guarded, length)
+            if len(self._tools) > _TOOL_LISTS:
+                self._tools.popitem(last=False)
         return guarded
+
+    def length_of(self, tools: Sequence[Mapping[str, object]]) -> int | None:
+        """Characters of tools that guard_tools() remembers; None for others."""
+        found = self._tools.get(id(tools))
+        return None if found is None else found.length
 
     def split(self, text: str) -> Rendered:
         """Rendered text as text and control tokens, without marks."""
@@ -207,6 +226,11 @@ class Template:
                 param="messages",
             ) from None
         return self._marks.split(text)
+
+    def weight_of(self, tools: Sequence[Mapping[str, object]]) -> float:
+        """Characters of the tools; infinite for those that were not rendered before."""
+        length = self._marks.length_of(tools) if tools else 0
+        return math.inf if length is None else length
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, object]]:
         names: dict[str, str] = {}  # call id -> function, for results that do not say

@@ -153,7 +153,7 @@ class Memory:
             for old in branches
             if (old.texts, old.controls) == (segment.texts, segment.controls)
         ]
-        for old in same or branches[: len(branches) - _BRANCHES + 1]:
+        for old in same or branches[: max(0, len(branches) - _BRANCHES + 1)]:
             branches.remove(old)
             self._left += old.size
         branches.append(segment)

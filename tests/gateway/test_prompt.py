@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import anyio
@@ -14,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.errors import BadRequest, ContextLengthExceeded
-from gateway.prompt import Prompts
+from gateway.prompt import INLINE, Prompts
 from gateway.protocol import Function, Message, ToolCall
 from gateway.render import respaced
 from gateway.text import Detokenizer
@@ -158,12 +160,29 @@ def test_a_template_that_refuses_or_breaks_is_the_callers_error(template, said):
 def test_prompt_and_output_must_fit_into_the_context_together():
     made = prompts(max_len=64)
     prompt = made.given(range(60))
-    assert made.room(prompt, None) == 4
-    assert made.room(prompt, 4) == 4
+    assert made.room(prompt, None, 1000) == 4
+    assert made.room(prompt, 4, 64) == 4
     for wanted, length in ((5, 60), (None, 64), (1, 65)):
         with pytest.raises(ContextLengthExceeded) as caught:
-            made.room(made.given(range(length)), wanted)
+            made.room(made.given(range(length)), wanted, 1000)
         assert caught.value.code == "context_length_exceeded"
+
+
+def test_an_engine_that_holds_less_than_the_models_context_sets_the_limit():
+    made = prompts(max_len=64)
+    prompt = made.given(range(30))
+    assert made.room(prompt, None, 40) == 10
+    with pytest.raises(ContextLengthExceeded, match="40"):
+        made.room(prompt, 11, 40)
+
+
+def test_a_prompt_of_ids_that_is_too_long_is_refused_before_its_ids_are_looked_at():
+    class Unread(list):
+        def __iter__(self):
+            raise AssertionError("an id was looked at")
+
+    with pytest.raises(ContextLengthExceeded):
+        prompts(max_len=64).given(Unread([0] * 65))
 
 
 def test_long_prompts_are_encoded_off_the_loop_and_cached():
@@ -191,6 +210,64 @@ def test_long_prompts_are_encoded_off_the_loop_and_cached():
     first, second, ticks = anyio.run(measure)
     assert first == second and text in decoded(made, first)
     assert ticks > 1
+
+
+def test_the_time_of_a_prompt_grows_with_its_messages_and_not_with_their_square():
+    made = prompts(max_len=10**6)
+
+    def seconds(count: int) -> float:
+        history = [user("x")] * count
+        start = time.perf_counter()
+        anyio.run(made.chat, history)
+        return time.perf_counter() - start
+
+    seconds(10)
+    small = min(seconds(2_000) for _ in range(3))
+    assert min(seconds(16_000) for _ in range(3)) < 20 * small  # 8 times as many; 64 was the fault
+
+
+@pytest.mark.parametrize(
+    ("history", "tools"),
+    [
+        ([user("x" * (INLINE + 1))], ()),
+        ([user("x")] * 1000, ()),
+        ([Message("assistant", None, tool_calls=[
+            ToolCall(id="c", function=Function("add", json.dumps({"a": "x" * INLINE})))])], ()),
+        ([user("x")], (TOOLS[0],)),
+    ],
+    ids=["text", "messages", "arguments", "new tools"],
+)  # fmt: skip
+def test_what_takes_long_to_render_is_rendered_off_the_loop(history, tools, monkeypatch):
+    made = prompts(max_len=10**6)
+    threads: list[int] = []
+    for template in (made._plain, made._with_tools):
+        render = template.render
+        monkeypatch.setattr(template, "render", lambda *given, render=render: (
+            threads.append(threading.get_ident()), render(*given))[1])  # fmt: skip
+    for inline in ([user("x")], [user("x")] * 3):
+        chat(made, inline)
+    assert set(threads) == {threading.get_ident()}
+    chat(made, history, tools)
+    assert threads.pop() != threading.get_ident()
+    if tools:  # the same object again: they are guarded already, and short
+        chat(made, history, tools)
+        assert threads.pop() == threading.get_ident()
+
+
+def test_eight_answers_to_one_prompt_are_kept_and_the_ninth_replaces_the_oldest():
+    made = prompts()
+    prompt = chat(made, [user("one")])
+    texts = [f"hello {number}" for number in range(9)]
+
+    def kept(text: str) -> bool:
+        ids = chat(made, [user("one"), Message("assistant", text)]).ids
+        return ids[: len(prompt.ids) + 7] == prompt.ids + single_bytes(text)
+
+    for text in texts[:8]:
+        made.remember(prompt, single_bytes(text))
+    assert [kept(text) for text in texts] == [True] * 8 + [False]
+    made.remember(prompt, single_bytes(texts[8]))
+    assert [kept(text) for text in texts] == [False] + [True] * 8
 
 
 def test_the_caches_forget_the_oldest_when_they_are_full():
