@@ -37,6 +37,7 @@ from engine.messages import (
     Step,
     Stepping,
     Submit,
+    ToEngine,
     ToGateway,
     frame,
     to_engine,
@@ -137,8 +138,7 @@ class Attachment:
             while chunk := self._connection.recv(1 << 16):
                 for body in deframer.feed(chunk):
                     message = to_engine(body)
-                    if isinstance(message, Submit):
-                        self._choices_left[message.id] = message.n
+                    self._note(message)
                     self._engine.inbox.put(message)
             self._end(GONE)
         except BadFrame as error:
@@ -148,6 +148,15 @@ class Attachment:
             self._end(GONE)
         finally:
             self._engine.inbox.put(WAKE)
+
+    def _note(self, message: ToEngine) -> None:
+        match message:
+            case Submit(id=id, n=n):
+                self._choices_left.setdefault(id, n)  # a second one of this id will be refused
+            case Abort(id=id, index=index) if index < 0:
+                self._choices_left.pop(id, None)
+            case _:
+                pass  # neither begins nor ends a request
 
     def _end(self, how: str) -> None:
         self._ended = self._ended or how  # closing a socket that is stuck also looks like a leaving
@@ -159,6 +168,8 @@ class Attachment:
                     for out in outs:
                         if out.finish:
                             self._count_down(out.id)
+                case Refused(code="duplicate_request"):
+                    pass  # the first request of this id still runs
                 case Refused(id=id) | Failed(id=id):
                     self._choices_left.pop(id, None)
                 case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -70,12 +71,13 @@ class Boot:
     ) -> None:
         """The engine is ready: the first time everything is told, later that it is back."""
         if self._told:
-            click.echo(f"engine is ready again ({hello.model})")
-            return
+            told = [f"engine is ready again ({hello.model})"]
+        else:
+            self.done("engine (weights, pages, grammar)")
+            told = lines(self.line(), hello, served, engine, address, gateway)
         self._told = True
-        self.done("engine (weights, pages, grammar)")
-        for line in lines(self.line(), hello, served, engine, address, gateway):
-            click.echo(line)
+        with contextlib.suppress(OSError, ValueError):  # whoever read our output has left
+            click.echo("\n".join(told))
 
 
 def lines(

@@ -27,11 +27,10 @@ from engine.messages import (
     BadFrame,
     Deframer,
     Hello,
-    SessionEnd,
     Stats,
     Submit,
+    ToEngine,
     ToGateway,
-    TurnEnd,
     frame,
     to_gateway,
 )
@@ -72,7 +71,8 @@ class SocketLink:
         on_down: Callable[[str], None] | None = None,
     ) -> None:
         """`environment` of the process; None = ours.  `on_ready` is called for each engine that is
-        ready, `on_down` once, with why, when no further restart will be tried."""
+        ready, `on_down` once, with why, when no further restart will be tried; both from the event
+        loop, soon after, so that what they raise harms nobody."""
         self.hello: Hello | None = None
         self.restarts = 0
         self.down = ""  # why it stays down, when it does
@@ -122,7 +122,7 @@ class SocketLink:
         self._wire.send(submit)
         return mailbox
 
-    def send(self, message: Abort | TurnEnd | SessionEnd) -> None:
+    def send(self, message: ToEngine) -> None:
         """Send a note; dropped when no engine is connected."""
         if self.hello is not None and self._wire is not None:
             self._wire.send(message)
@@ -151,7 +151,10 @@ class SocketLink:
     async def _supervise(self) -> None:
         crashes: deque[float] = deque(maxlen=self._rules.crashes)
         while True:
-            why = await self._one_life()
+            try:
+                why = await self._one_life()
+            except OSError as error:  # no memory, no file descriptor, no such program
+                why = f"its process could not be run: {error}"
             log.error("engine ended: %s", why)
             if not self._settled.is_set():  # bad weights, no memory: the next would end alike
                 self.down = self.down or f"The engine could not start ({why}); see its log above."
@@ -252,12 +255,12 @@ class SocketLink:
         else:
             self.hello = hello
             self._settled.set()
-            if self._on_ready is not None:
-                self._on_ready(hello)
             waiting, self._waiting = self._waiting, {}
             for mailbox in waiting.values():
                 self._sent_again.add(mailbox.submit.id)
                 self._wire_now().send(mailbox.submit)
+            if self._on_ready is not None:
+                asyncio.get_running_loop().call_soon(self._on_ready, hello)
 
     def _wire_now(self) -> Wire:
         assert self._wire is not None, "no connection"
@@ -301,7 +304,7 @@ class SocketLink:
         self._fail_waiting(why)
         self._settled.set()
         if self._on_down is not None:
-            self._on_down(why)
+            asyncio.get_running_loop().call_soon(self._on_down, why)
 
 
 class Wire(asyncio.Protocol):
@@ -334,7 +337,7 @@ class Wire(asyncio.Protocol):
         self.closed.set()
         self._link.disconnected(self)
 
-    def send(self, message: Submit | Abort | TurnEnd | SessionEnd) -> None:
+    def send(self, message: ToEngine) -> None:
         """Write one message; asyncio keeps what the socket does not take at once."""
         assert self._transport is not None, "not connected"
         self._transport.write(frame(message))

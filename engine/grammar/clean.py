@@ -184,7 +184,10 @@ def _leaks(node: Node, key: str) -> bool:
     """Measured: with both bounds inside one unit, llguidance lets an excluded integer through."""
     low = max(node.get("minimum", -math.inf), node.get("exclusiveMinimum", -math.inf))
     high = min(node.get("maximum", math.inf), node.get("exclusiveMaximum", math.inf))
-    return float(node[key]).is_integer() and high - low < 1 and _may_be(node, "number")
+    try:
+        return float(node[key]).is_integer() and high - low < 1 and _may_be(node, "number")
+    except OverflowError:  # a whole number beyond floats
+        return True
 
 
 def drop(dropped: list[Dropped], strict: bool, pointer: str, keyword: str, why: str) -> None:

@@ -215,6 +215,14 @@ def test_an_excluded_whole_number_that_would_leak_is_not_called_enforced() -> No
         assert check(record({"x": {"type": "number", **fine}}), strict=True).dropped == ()
 
 
+@pytest.mark.parametrize("bound", [10**400, -(10**400)])
+def test_an_excluded_number_beyond_floats_is_not_called_enforced(bound: int) -> None:
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        schema = record({"x": {"type": "number", keyword: bound, "minimum": 1.5}})
+        assert refused(schema).keyword == keyword
+        assert keyword in {gone.keyword for gone in check(schema, strict=False).dropped}
+
+
 def test_an_unknown_format_matters_only_for_strings() -> None:
     assert refused(record({"x": {"type": "string", "format": "cidr"}})).keyword == "format"
     assert refused(record({"x": {"format": "cidr"}})).keyword == "format"

@@ -14,27 +14,11 @@ import pytest
 import uvloop
 
 from engine.messages import Abort, Hello, Submit
-from engine.scripted import ScriptedEngine, letter
-from gateway.link import EngineLost, Mailbox, SubmitRefused
+from engine.scripted import ScriptedEngine
+from gateway.link import EngineLost, SubmitRefused
 from gateway.local_link import LocalLink
 from gateway.socket_link import SocketLink, Supervision
-
-RULES = Supervision(boot_s=20, rerun_s=10, backoff_s=0.05, term_s=1, crashes=5)
-
-
-def command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "engine.scripted", *options]
-
-
-@contextlib.asynccontextmanager
-async def socket_link(*options: str, rules: Supervision = RULES, **kw) -> AsyncIterator[SocketLink]:
-    link = SocketLink(command(*options), rules, **kw)
-    await link.start()
-    try:
-        await link.ready()
-        yield link
-    finally:
-        await link.stop()
+from tests.linking import RULES, command, letters, read, socket_link, until
 
 
 @contextlib.asynccontextmanager
@@ -45,30 +29,6 @@ async def local_link(build: Callable[[], ScriptedEngine]) -> AsyncIterator[Local
         yield link
     finally:
         await link.stop()
-
-
-async def read(box: Mailbox, enough: int = 1 << 30) -> list[int]:
-    """Tokens of choice 0 until it finished or `enough` are here."""
-    tokens: list[int] = []
-    while len(tokens) < enough:
-        for out in await box.outs():
-            tokens += out.tokens
-            if out.finish:
-                return tokens
-    return tokens
-
-
-def letters(count: int) -> list[int]:
-    return [letter(position) for position in range(count)]
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> float:
-    """Seconds until `condition()` holds."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < limit_s, "waited too long"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - start
 
 
 def alive(pid: int) -> bool:
