@@ -20,7 +20,9 @@ from engine.messages import (
     Admitted,
     Hello,
     Out,
+    Pause,
     Refused,
+    Resume,
     SessionEnd,
     Stats,
     Step,
@@ -45,6 +47,9 @@ class Choice:
     generated: int = 0
 
 
+Choices = dict[tuple[str, int], Choice]  # by request and index
+
+
 def letter(position: int) -> int:
     """The token at an output position: a..z, again and again, so that a gap or a repeat shows."""
     return 97 + position % 26
@@ -62,7 +67,8 @@ class ScriptedEngine:
         self._step_s = step_s
         self._per_step = per_step
         self._taken: list[ToEngine] = []
-        self._running: dict[tuple[str, int], Choice] = {}
+        self._running: Choices = {}
+        self._paused: Choices = {}  # their reader is slow
         self._step = 0
         self._due = 0.0
         self._beat_due = 0.0
@@ -103,6 +109,7 @@ class ScriptedEngine:
     def close(self) -> None:
         """Nothing to free."""
         self._running.clear()
+        self._paused.clear()
 
     def _take(self, message: ToEngine, replies: list[ToGateway]) -> None:
         match message:
@@ -113,12 +120,22 @@ class ScriptedEngine:
                 for index in range(n):
                     self._running[id, index] = Choice(message, index)
             case Abort(id=id, index=index):
-                for key in [k for k in self._running if k[0] == id and index in (-1, k[1])]:
-                    del self._running[key]
+                for choices in (self._running, self._paused):
+                    for key in [k for k in choices if k[0] == id and index in (-1, k[1])]:
+                        del choices[key]
+            case Pause(id=id):
+                self._move(id, self._running, self._paused)
+            case Resume(id=id):
+                self._move(id, self._paused, self._running)
             case TurnEnd() | SessionEnd():
                 pass  # no cache here
             case _:
                 raise TypeError(f"engine got {type(message).__name__}")
+
+    def _move(self, id: str, origin: Choices, goal: Choices) -> None:
+        """The request's choices change from one state to the other; unknown ids have none."""
+        for key in [k for k in origin if k[0] == id]:
+            goal[key] = origin.pop(key)
 
     def _outs(self) -> list[Out]:
         outs: list[Out] = []

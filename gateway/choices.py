@@ -7,6 +7,7 @@ ids --Detokenizer--> text --Scanner--> Text | CallStart | CallArgs | CallEnd --S
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from engine.messages import Out, TokenLogprobs
@@ -23,12 +24,14 @@ class Said:
     index: int
     events: list[Event]
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    closed_early: bool = False  # it ended, and the closing plan completed a call for the model
+    closed_early: bool = False  # the engine says that it completed a call for the model
+    anew: bool = False  # its engine died: all that it said before, and nobody saw, is void
 
     def then(self, more: Said) -> Said:
         """This and what the same choice gained after it, as one."""
         events = joined([*self.events, *more.events])
-        return Said(self.index, events, self.logprobs + more.logprobs, more.closed_early)
+        logprobs = self.logprobs + more.logprobs
+        return Said(self.index, events, logprobs, more.closed_early, self.anew)
 
 
 class Choice:
@@ -45,16 +48,22 @@ class Choice:
     ) -> None:
         """`scanner`: None when the output holds no calls.  `named`: tool_choice named the tool."""
         self.index = index
+        self._vocabulary = vocabulary
+        self._fresh_scanner = scanner
+        self._stop_strings = stops
+        self._named = named
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all that was taken: the answer is made again, by another engine."""
         self.finish = ""  # stop, length or tool_calls, once it has ended
         self.stopped_here = False  # a stop string ended it: the engine must be told
         self.tokens = 0  # delivered ones, a stop id included
         self.ids: list[int] = []  # sampled ones, without a stop id
         self.calls: list[tuple[str, str]] = []  # (name, arguments) of the complete ones
-        self._vocabulary = vocabulary
-        self._text = Detokenizer(vocabulary)
-        self._scanner = scanner
-        self._stops = StopStrings(stops) if stops else None
-        self._named = named
+        self._text = Detokenizer(self._vocabulary)
+        self._scanner = copy(self._fresh_scanner)  # its state is plain values
+        self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self._call: tuple[str, list[str]] | None = None  # the one that is open
         self._said: list[str] = []  # text that left; kept only when stop strings may cut it
 
@@ -98,7 +107,7 @@ class Choice:
             events.append(Finish(self.finish))
         pairs = zip(out.tokens[:count], out.logprobs, strict=False)
         logprobs = [self._logprob(*pair) for pair in pairs]
-        return Said(self.index, joined(events), logprobs, self._closed_early())
+        return Said(self.index, joined(events), logprobs)
 
     def _until_stop(self, ids: Sequence[int], events: list[Event]) -> int:
         """Push token by token, so that what counts as delivered does not depend on grouping."""
@@ -160,9 +169,6 @@ class Choice:
         if finish == "length" and not self.stopped_here:
             return "length"
         return "tool_calls" if self.calls and not self._named else "stop"
-
-    def _closed_early(self) -> bool:
-        return self.finish == "length" and bool(self.calls) and self._call is None
 
     def _logprob(self, id: int, found: TokenLogprobs) -> TokenLogprob:
         token, raw = self._shown(id)

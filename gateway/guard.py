@@ -8,6 +8,7 @@ Every refusal is a JSON error and the end of the connection: nothing after it is
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import secrets
 from http import HTTPStatus
@@ -15,7 +16,7 @@ from typing import Any
 
 import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from gateway.config import GatewayConfig
@@ -43,6 +44,7 @@ class StrictConnection(h11.Connection):
         super().__init__(h11.SERVER, max_incomplete_event_size=max_bytes)
         self.refused: ApiError | None = None
         self.head_only = False  # the answer to the last request has no body
+        self._chunked = False  # the answer's body is being sent, in chunks
         self._max_bytes = max_bytes
         self._max_headers = max_headers
 
@@ -61,6 +63,23 @@ class StrictConnection(h11.Connection):
             self.refused = self._worded(error.error_status_hint)
             raise
         return event
+
+    def send(self, event: Any) -> Any:
+        """h11's bytes for an event; raise LocalProtocolError."""
+        sent = super().send(event)
+        if type(event) is h11.Response:
+            chunked = b"transfer-encoding: chunked\r\n" in sent.lower()
+            self._chunked = chunked and not self.head_only
+        elif type(event) is not h11.Data:
+            self._chunked = False
+        return sent
+
+    def chunk(self, data: bytes) -> bytes | None:
+        """`data` as one chunk, as h11 would write it; None when no chunk may be sent now."""
+        # h11 walks its whole state machine for each piece: more than the rest of a token's way.
+        if self._chunked and data:
+            return b"%x\r\n%b\r\n" % (len(data), data)
+        return None
 
     def _worded(self, status: int) -> ApiError:
         """h11's complaint as ours; its own text may quote the request, so it is dropped."""
@@ -196,6 +215,23 @@ class GuardedProtocol(H11Protocol):
         self._phase_since = 0.0  # loop time at which the head or the body began
         self._phase: Any = None  # h11.IDLE or h11.SEND_BODY while the clock runs
         self._received = 0  # body bytes
+        self._asgi = self.app
+        self.app = self._served
+
+    async def _served(self, scope: Any, receive: Any, send: Any) -> None:
+        """The app, with a shortcut to the socket for streams: `scope["slipstream.write"]`."""
+        scope["slipstream.write"] = functools.partial(self._write, self.cycle)
+        await self._asgi(scope, receive, send)
+
+    def _write(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Send a piece of a body whose head is out; False = `send` it, which may have to wait."""
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        chunk = self.conn.chunk(data)
+        if chunk is None:
+            return False
+        self.transport.write(chunk)
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A new peer: over the connection limit it is told so and closed."""

@@ -16,14 +16,12 @@ from typing import Any
 from engine.messages import (
     Abort,
     Hello,
-    SessionEnd,
     Stats,
     Stepping,
     Submit,
     ToGateway,
-    TurnEnd,
 )
-from gateway.link import EngineLost, Mailbox, Mailboxes
+from gateway.link import EngineLost, Mailbox, Mailboxes, Note
 
 log = logging.getLogger("gateway.local_link")
 
@@ -86,7 +84,7 @@ class LocalLink:
         self._engine.inbox.put(submit)
         return mailbox
 
-    def send(self, message: Abort | TurnEnd | SessionEnd) -> None:
+    def send(self, message: Note) -> None:
         """Hand over a note; dropped when there is no engine."""
         if self.hello is not None and self._engine is not None:
             self._engine.inbox.put(message)

@@ -88,7 +88,9 @@ class ChatFrames(_Frames):
 
     def _after_first(self, batch: Sequence[Said]) -> Sequence[Said]:
         """SDKs build their answer from the first chunk they see: it must be of choice 0."""
-        everything = [*self._waiting, *batch]
+        anew = {said.index for said in batch if said.anew}
+        waiting = [said for said in self._waiting if said.index not in anew]
+        everything = [*waiting, *batch]
         if not any(said.index == 0 and said.events for said in everything):
             self._waiting = everything
             return ()
@@ -98,6 +100,8 @@ class ChatFrames(_Frames):
     def _said(self, said: Said) -> bytes:
         index = said.index
         events = said.events
+        if said.anew:
+            self._logprobs[index].clear()
         if said.logprobs:
             self._logprobs[index] += said.logprobs
         if not events:
@@ -173,6 +177,8 @@ class TextFrames(_Frames):
 
     def _said(self, said: Said) -> list[bytes]:
         index = said.index
+        if said.anew:
+            self._logprobs[index].clear()
         self._logprobs[index] += said.logprobs
         frames: list[bytes] = []
         for event in said.events:

@@ -13,7 +13,7 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.choices import Said
 from gateway.config import GatewayConfig
@@ -36,6 +36,7 @@ class Frames(Protocol):
 
 async def frames_of(turn: Turn, frames: Frames, opening: bytes = b"") -> AsyncIterator[bytes]:
     """The bytes of a whole stream, at most one piece an engine step; closes the turn."""
+    shown = False
     try:
         if opening:
             yield opening
@@ -44,6 +45,9 @@ async def frames_of(turn: Turn, frames: Frames, opening: bytes = b"") -> AsyncIt
             if not turn.open:
                 piece += frames.end(turn.usage())
             if piece:
+                if not shown:
+                    shown = True
+                    turn.shown()
                 yield piece
     except ClientGone:
         return
@@ -74,16 +78,23 @@ class Stream(EventSourceResponse):
             sep="\n",
         )
         self._turn = turn
+        self._write: Callable[[bytes], bool] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the stream; a client that stopped reading is dropped without a word."""
         self._turn.listen_no_more()
+        self._write = scope.get("slipstream.write")  # the guard's
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
             pass
         finally:
             self._turn.close()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Hand a body's piece to the socket at once when it has room; only a wait needs a clock."""
+        if self._write is None or not message.get("more_body") or not self._write(message["body"]):
+            await super()._send_with_timeout(send, message)
 
 
 async def gathered(turn: Turn) -> list[list[Said]] | Response:
@@ -92,6 +103,8 @@ async def gathered(turn: Turn) -> list[list[Said]] | Response:
     try:
         while turn.open:
             for one in await turn.next():
+                if one.anew:
+                    said[one.index].clear()
                 said[one.index].append(one)
     except ClientGone:
         return Response(status_code=CLIENT_GONE)

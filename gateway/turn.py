@@ -4,7 +4,8 @@
        |          |           `- Said of each choice; the last one ends the turn: remember, TurnEnd
        `----------+- or a typed ApiError: refused, engine lost, deadline, drain, the client left
 
-close() never awaits and may be called at any time, twice too.
+close() never awaits and may be called at any time, twice too.  Until shown(), a link may begin the
+request anew with another engine: choices then start over and say so (Said.anew).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from starlette.types import Receive
@@ -30,7 +31,7 @@ from gateway.errors import (
     Internal,
     refused,
 )
-from gateway.link import EngineFailed, EngineLost, Mailbox, SubmitRefused
+from gateway.link import Bell, EngineFailed, EngineLost, Mailbox, SubmitRefused
 from gateway.protocol import PromptDetails, Usage
 from gateway.sessions import Session
 
@@ -88,6 +89,13 @@ class Turn:
         self._cached = [0] * len(parts)
         self._ended = False
         self._cause: Exception | None = None
+        self._n = parts[0].submit.n
+        self._running = len(choices)  # that have not ended
+        self._part_running = [self._n] * len(parts)
+        self._lives = [0] * len(parts)  # of each mailbox, as last seen
+        self._anew: set[int] = set()  # choices that start over and have not said so
+        self._session_told = False
+        self._bell = Bell()
         self._boxes: list[Mailbox] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -100,7 +108,7 @@ class Turn:
     @property
     def open(self) -> bool:
         """Whether some choice has not ended."""
-        return not all(choice.finish for choice in self.choices)
+        return self._running > 0
 
     async def admit(self, receive: Receive) -> None:
         """Send the parts and wait until the engine took them; raise ApiError or ClientGone.
@@ -109,7 +117,9 @@ class Turn:
         """
         try:
             for part in self._parts:
-                self._boxes.append(self._gateway.link.submit(part.submit))
+                box = self._gateway.link.submit(part.submit)
+                box.watch(self._bell, self._gateway.link.send)
+                self._boxes.append(box)
             self._watch(receive)
             admitted = [await box.admission() for box in self._boxes]
         except BaseException as error:
@@ -160,54 +170,71 @@ class Turn:
         the turn; typed() makes an ApiError of it.
         """
         try:
-            said = await self._step()
-            if not self.open:
+            if self._cause is not None:  # outs may wait for ever behind a fast engine
+                raise self._cause
+            while not (said := self._taken()):
+                await self._bell.heard()
+            self._clock()
+            if not self._running:
                 self._complete()
         except Exception as error:
             self._fail(error)
             raise
         return said
 
-    async def _step(self) -> list[Said]:
-        if self._cause is not None:  # outs may wait for ever behind a fast engine
-            raise self._cause
-        found = await self._outs()
-        self._clock()
+    def _taken(self) -> list[Said]:
+        """What the outs say that are here; empty when none are."""
         said: dict[int, Said] = {}
-        for part, out in found:
-            n = self._parts[part].submit.n
-            choice = self.choices[part * n + out.index]
-            if choice.finish:
-                continue  # a stop string ended it here; the engine had not heard yet
-            if out.finish == "abort":
-                raise EngineFailed("aborted", "The engine dropped this request. Send it again.")
-            self._cached[part] = out.cached
-            self._written[part] = max(self._written[part], out.written)
-            taken = choice.take(out)
-            before = said.get(choice.index)
-            said[choice.index] = taken if before is None else before.then(taken)
-            if choice.stopped_here and not out.finish:
-                self._gateway.link.send(Abort(out.id, out.index))
+        for part, box in enumerate(self._boxes):
+            if not self._part_running[part]:
+                continue
+            outs = box.take()
+            if outs and box.lives != self._lives[part]:
+                self._begin_anew(part, box.lives)
+            for out in outs:
+                taken = self._said(part, out)
+                if taken is not None:
+                    before = said.get(taken.index)
+                    said[taken.index] = taken if before is None else before.then(taken)
+        if len(said) < 2:
+            return list(said.values())
         return [said[index] for index in sorted(said)]
 
-    async def _outs(self) -> list[tuple[int, Out]]:
-        if len(self._boxes) == 1:
-            return [(0, out) for out in await self._boxes[0].outs()]
-        open_parts = {
-            choice.index // self._parts[0].submit.n for choice in self.choices if not choice.finish
-        }
-        waits = {
-            asyncio.ensure_future(self._boxes[part].outs()): part for part in sorted(open_parts)
-        }
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        # Every error is looked at, so that none is reported as lost.
-        if errors := [error for wait in done if (error := wait.exception())]:
-            raise errors[0]
-        return [(waits[wait], out) for wait in waits if wait in done for out in wait.result()]
+    def _said(self, part: int, out: Out) -> Said | None:
+        choice = self.choices[part * self._n + out.index]
+        if choice.finish:
+            return None  # a stop string ended it here; the engine had not heard yet
+        if out.finish == "abort":
+            raise EngineFailed("aborted", "The engine dropped this request. Send it again.")
+        self._cached[part] = out.cached
+        if out.written > self._written[part]:
+            self._written[part] = out.written
+        taken = choice.take(out)
+        if choice.finish:
+            self._running -= 1
+            self._part_running[part] -= 1
+            if choice.stopped_here and not out.finish:
+                self._gateway.link.send(Abort(out.id, out.index))
+        if choice.index in self._anew:
+            self._anew.discard(choice.index)
+            return replace(taken, anew=True)
+        return taken
+
+    def _begin_anew(self, part: int, lives: int) -> None:
+        """Another engine makes this part's answer, from its first token on."""
+        self._lives[part] = lives
+        self._written[part] = 0
+        choices = self.choices[part * self._n : (part + 1) * self._n]
+        self._running += self._n - self._part_running[part]
+        self._part_running[part] = self._n
+        for choice in choices:
+            choice.begin()
+            self._anew.add(choice.index)
+
+    def shown(self) -> None:
+        """The client has seen something of the answer: it can no longer begin anew."""
+        for box in self._boxes:
+            box.started = True
 
     def _clock(self) -> None:
         now = time.monotonic()
@@ -222,9 +249,8 @@ class Turn:
     def _complete(self) -> None:
         """Every choice has ended: what outlives the turn."""
         self._ended = True
-        n = self._parts[0].submit.n
         for choice in self.choices:
-            prompt = self._parts[choice.index // n].prompt
+            prompt = self._parts[choice.index // self._n].prompt
             if choice.kept is None or not choice.calls:
                 self._gateway.prompts.remember(prompt, choice.ids, choice.kept)
             for name, arguments in choice.calls:
@@ -235,13 +261,17 @@ class Turn:
 
     def _note_session(self) -> None:
         session = self._session
-        if session.key is None:
-            return
         if session.end:
-            self._gateway.link.send(SessionEnd(session.key))
-        else:
+            self._end_session()
+        elif session.key is not None:
             called = any(choice.calls for choice in self.choices)
             self._gateway.link.send(TurnEnd(session.key, called))
+
+    def _end_session(self) -> None:
+        """Once, however the turn ends."""
+        if self._session.key is not None and not self._session_told:
+            self._session_told = True
+            self._gateway.link.send(SessionEnd(self._session.key))
 
     def _fail(self, error: BaseException) -> None:
         """The turn is over before its choices: count it once."""
@@ -279,6 +309,8 @@ class Turn:
             self._timer.cancel()
         for box in self._boxes:
             self._gateway.link.close(box)
+        if self._session.end:  # after the aborts: only then are its blocks free
+            self._end_session()
         self._ticket.release()
 
     def usage(self) -> Usage:

@@ -13,7 +13,9 @@ from engine.messages import (
     Failed,
     Hello,
     Out,
+    Pause,
     Refused,
+    Resume,
     Stats,
     Step,
     Submit,
@@ -103,6 +105,7 @@ class ScriptedLink:
     tasks: dict[str, asyncio.Task] = field(default_factory=dict)
     boxes: Mailboxes = field(default_factory=Mailboxes)
     beat: float = field(default_factory=time.monotonic)
+    paused: set[str] = field(default_factory=set)  # ids; their scripts stand still
 
     @property
     def stats(self) -> Stats:
@@ -120,10 +123,18 @@ class ScriptedLink:
             raise EngineLost("no engine")
         self.submits.append(submit)
         box = self.boxes.open(submit)
+        self._begin(submit)
+        return box
+
+    def _begin(self, submit: Submit) -> None:
         task = asyncio.get_running_loop().create_task(self._play(submit))
         self.tasks[submit.id] = task
-        task.add_done_callback(lambda _: self.tasks.pop(submit.id, None))
-        return box
+
+        def ended(_: object) -> None:
+            if self.tasks.get(submit.id) is task:
+                del self.tasks[submit.id]
+
+        task.add_done_callback(ended)
 
     async def _play(self, submit: Submit) -> None:
         script = self.script(submit)
@@ -135,6 +146,8 @@ class ScriptedLink:
         await asyncio.sleep(script.before_s)
         for number, batch in enumerate(script.batches):
             await asyncio.sleep(script.delay_s)
+            while submit.id in self.paused:  # noqa: ASYNC110 a set that tests can look into
+                await asyncio.sleep(0.001)
             if script.fail_after == number:
                 self.boxes.deliver([Failed(submit.id, "internal", "The engine gave up on this.")])
                 return
@@ -148,10 +161,15 @@ class ScriptedLink:
 
     def send(self, message: object) -> None:
         self.notes.append(message)
+        if isinstance(message, Pause):
+            self.paused.add(message.id)
+        elif isinstance(message, Resume):
+            self.paused.discard(message.id)
 
     def close(self, mailbox: Mailbox) -> None:
         if self.boxes.close(mailbox):
             self.closed.append(mailbox.submit.id)
+        self.paused.discard(mailbox.submit.id)
         if task := self.tasks.pop(mailbox.submit.id, None):
             task.cancel()
 
@@ -162,6 +180,20 @@ class ScriptedLink:
             task.cancel()
         for box in self.boxes.open_boxes():
             box.fail(EngineLost("the engine died"))
+
+    def restart(self) -> None:
+        """The engine dies and is back at once: what was shown to nobody begins anew, but once."""
+        for task in list(self.tasks.values()):
+            task.cancel()
+        self.tasks.clear()
+        self.paused.clear()
+        self.restarts += 1
+        for box in self.boxes.running():
+            if box.started or box.lives:
+                box.fail(EngineLost("the engine died"))
+            else:
+                self.boxes.rewind(box)
+                self._begin(box.submit)
 
     async def stop(self) -> None:
         for task in list(self.tasks.values()):
