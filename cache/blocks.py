@@ -19,6 +19,8 @@ from operator import attrgetter
 from cache import prefix
 from cache.eviction import NOWHERE, Entry, Eviction
 
+PART = 8  # an eighth of a block must agree before it is worth copying
+
 _by_id = attrgetter("id")
 
 
@@ -87,6 +89,7 @@ class BlockPool:
         assert total > 0 and size > 0, f"a pool of {total} blocks of {size} tokens"
         self.total = total
         self.size = size  # tokens a block
+        self.part = max(1, size // PART)  # tokens
         self.used = 0  # blocks with users
         self.evictions = 0  # published blocks dropped so far
         self._clock = clock
@@ -94,6 +97,7 @@ class BlockPool:
         self._fresh = 0  # ids from here on are free
         self._holes: list[int] = []  # heap of the other free ids
         self._index: dict[bytes, Block] = {}  # key -> the published block
+        self._child: dict[bytes, Block] = {}  # parent -> the newest block below it
         self._serial = 0
         self.idle = Eviction(clock)  # published blocks without users
 
@@ -148,6 +152,20 @@ class BlockPool:
             parent, before = key, block.serial
         return found
 
+    def match_part(self, parent: bytes, tokens: Sequence[int]) -> tuple[Block, int] | None:
+        """A block below `parent` that begins like `tokens`, and how many tokens agree.
+
+        For the caller to copy: KV of a prefix is KV of that prefix, whatever came after it.  Only
+        the newest child is looked at; fewer than PART tokens are not worth a copy.
+        """
+        child = self._child.get(parent)
+        if child is None or child.parent != parent or child.before != self._serial_of(parent):
+            return None
+        pairs = enumerate(zip(child.tokens, tokens, strict=False))
+        least = min(len(child.packed) // 4, len(tokens))
+        count = next((at for at, (ours, theirs) in pairs if ours != theirs), least)
+        return (child, count) if count >= self.part else None
+
     def share(self, blocks: Iterable[Block]) -> None:
         """Give each block one more user."""
         for block in blocks:
@@ -176,7 +194,9 @@ class BlockPool:
                 self.idle.add(block, now, warm)
 
     def publish(self, block: Block, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """Let a full block be found; return the key under which its chain goes on.
+        """Let a block be found; return the key under which its chain goes on.
+
+        A block that is not full (the tail of a turn) can be found by `match_part` only.
 
         `parent` is the root, or what `publish` returned for the block before (or its `.key`), which
         the caller still holds.  The tokens must be final: never drafts.  When an equal block was
@@ -185,7 +205,7 @@ class BlockPool:
         """
         assert block.users > 0, f"{block} is free and cannot be published"
         assert block.key is None and block.twin is None, f"{block} is published twice"
-        assert len(tokens) == self.size, f"{block} has {len(tokens)} of {self.size} tokens"
+        assert 0 < len(tokens) <= self.size, f"{len(tokens)} tokens in a block of {self.size}"
         before = self._serial_of(parent)
         if before is None:
             return _nobodys_key()
@@ -207,6 +227,7 @@ class BlockPool:
         block.depth = self._index[parent].depth + 1 if before else 0
         block.serial = self._serial
         self._index[key] = block
+        self._child[parent] = block
         return key
 
     def resident(self, blocks: Iterable[Block]) -> list[Block]:
@@ -251,6 +272,8 @@ class BlockPool:
             self._check_block(block, block.id in free)
         assert sum(block.users > 0 for block in self._blocks) == self.used
         assert sum(block.key is not None for block in self._blocks) == len(self._index)
+        for parent, child in self._child.items():
+            assert child.key in self._index and child.parent == parent, f"{child} is no child"
         self.idle.check(self._blocks)
 
     def _check_block(self, block: Block, free: bool) -> None:
@@ -292,6 +315,8 @@ class BlockPool:
         assert block.key is not None, f"{block} is not published"
         self.evictions += 1
         del self._index[block.key]
+        if self._child.get(block.parent) is block:
+            del self._child[block.parent]
         self._disown(block)
         if block.spares:
             self._promote(block)
@@ -310,6 +335,7 @@ class BlockPool:
             spare.twin = new
         old.spares = []
         self._index[old.key] = new
+        self._child[old.parent] = new
 
     def _disown(self, block: Block) -> None:
         if block.owner is not None:

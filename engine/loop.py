@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import cache.prefix as prefix
 from engine.accept import Accepted, accept
+from engine.admission import refusal
 from engine.build import build
 from engine.grammar.matcher import Compiled, GrammarRefused, State
 from engine.messages import (
@@ -167,8 +168,11 @@ class Engine:
         return []
 
     def _submit(self, submit: Submit) -> list[ToGateway]:
-        if refusal := self._refusal(submit):
-            return [refusal]
+        if submit.id in self._arrived:
+            text = f"Request id {submit.id} is running. Use another."
+            return [Refused(submit.id, "duplicate_request", text)]
+        if (reason := refusal(submit, self.hello)) is not None:
+            return [reason]
         self._arrived[submit.id] = time.monotonic()
         if submit.session is not None:
             self.sessions.touch(submit.session)
@@ -181,30 +185,6 @@ class Engine:
             submit.grammar, lambda result: self.inbox.put(_CompileDone(submit, result))
         )
         return []
-
-    def _refusal(self, submit: Submit) -> Refused | None:
-        """Why the request can never run, when it cannot."""
-        total = len(submit.prompt) + submit.max_tokens
-        room = self.hello.max_len
-        if submit.id in self._arrived:
-            return Refused(submit.id, "duplicate_request", f"Request id {submit.id} is running.")
-        if not submit.prompt or submit.max_tokens < 1 or submit.n < 1:
-            return Refused(submit.id, "invalid_value", "A prompt and max_tokens >= 1 are needed.")
-        if total > room:
-            return Refused(
-                submit.id, "context_length_exceeded",
-                f"The prompt has {len(submit.prompt):,} tokens and max_tokens is "
-                f"{submit.max_tokens:,}; this engine holds {room:,}. Shorten the prompt, lower "
-                "max_tokens, or start the engine with a larger --max-model-len or "
-                "--kv-cache-memory-bytes.",
-                "messages",
-            )
-        if not 0 <= min(submit.prompt) <= max(submit.prompt) < self.hello.vocab:
-            return Refused(
-                submit.id, "invalid_token",
-                f"The prompt has a token id outside 0..{self.hello.vocab - 1}.", "prompt",
-            )
-        return None
 
     def _compiled(self, submit: Submit, result: Compiled | GrammarRefused) -> list[ToGateway]:
         if self._compiling.get(submit.id) is not submit:

@@ -88,7 +88,19 @@ class Scheduler:
         """Tokens of a prompt whose KV exists now."""
         if not self.config.prefix_caching:
             return 0
-        return len(self.pool.match(root, tokens, len(tokens) - 1)) * self.pool.size
+        hits = self.pool.match(root, tokens, len(tokens) - 1)
+        part = self._part(root, tokens, hits)
+        return len(hits) * self.pool.size + (part[1] if part else 0)
+
+    def _part(
+        self, root: bytes, tokens: list[int], hits: list[Block]
+    ) -> tuple[Block, int] | None:
+        """The block that begins like what follows the hits; never the whole prompt."""
+        if not self.config.prefix_caching or (hits and hits[-1].key is None):
+            return None
+        parent = hits[-1].key if hits else root
+        assert parent is not None
+        return self.pool.match_part(parent, tokens[len(hits) * self.pool.size : -1])
 
     # ---- plan ------------------------------------------------------------------------------------
 
@@ -155,6 +167,7 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks away; the sequence keeps its tokens and is computed again later."""
         self.running.remove(seq)
+        self._keep_tail(seq)
         self._release(seq)
         seq.drop_draft()
         seq.computed = 0
@@ -177,10 +190,18 @@ class Scheduler:
             self._reclaim()
             return None
         self.waiting.remove(seq)
+        part = self._part(seq.root, seq.tokens, hits)
         self.pool.share(hits)
         seq.blocks = list(hits)
         seq.keys = [block.key for block in hits if block.key is not None]
         seq.computed = len(hits) * self.pool.size
+        if part is not None and self.pool.available:
+            # The copy is the first thing the step does, so even a block that `take` has just
+            # evicted still holds what it held.
+            (own,) = self.pool.take(1)
+            seq.blocks.append(own)
+            seq.computed += part[1]
+            self._copies.append((part[0].id, own.id))
         if seq.cached is None:  # a sequence that comes back finds its own blocks: no merit
             seq.cached = seq.computed
             self.prefix_queries += len(seq.tokens)
@@ -277,14 +298,25 @@ class Scheduler:
             fork.cached = seq.cached
             seq.siblings = []
             self.add(fork)
+        self._keep_tail(seq)
         if seq.keys:  # without a session too: what several use is nobody's own
-            self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys)])
+            self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys) + 1])
         self._release(seq)
 
     def _drop_sibling(self, seq: Sequence) -> None:
         for leader in (*self.running, *self.waiting):
             if seq in leader.siblings:
                 leader.siblings.remove(seq)
+
+    def _keep_tail(self, seq: Sequence) -> None:
+        """Let the block that is not full be found too: the next turn goes on in its middle."""
+        size, full = self.pool.size, len(seq.keys)
+        tail = seq.tokens[full * size : seq.computed]
+        if not self.config.prefix_caching or len(tail) < self.pool.part or len(tail) >= size:
+            return
+        block = seq.blocks[full]
+        if block.key is None and block.twin is None:
+            self.pool.publish(block, seq.keys[-1] if full else seq.root, tail)
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)

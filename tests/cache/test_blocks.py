@@ -146,13 +146,47 @@ def test_a_free_block_cannot_be_shared_or_published(pool):
         pool.publish(block, ROOT, prompt(1))
 
 
-def test_only_full_blocks_are_published_and_only_once(pool):
+def test_a_block_is_published_once_and_never_with_more_than_it_holds(pool):
     (block,) = pool.take(1)
-    with pytest.raises(AssertionError, match="3 of 4"):
-        pool.publish(block, ROOT, [1, 2, 3])
+    for tokens in ([1, 2, 3, 4, 5], []):
+        with pytest.raises(AssertionError, match="block of 4"):
+            pool.publish(block, ROOT, tokens)
     pool.publish(block, ROOT, prompt(1))
     with pytest.raises(AssertionError, match="twice"):
         pool.publish(block, ROOT, prompt(1))
+
+
+def test_a_block_that_begins_alike_is_found_with_how_much_agrees(pool):
+    blocks = fill(pool, prompt(2))
+    parent = blocks[0].key
+    assert pool.match_part(parent, [4, 5, 9, 9, 9]) == (blocks[1], 2)
+    assert pool.match_part(parent, [4, 5, 6, 7, 8, 9]) == (blocks[1], 4)
+    assert pool.match_part(parent, [5, 5, 6, 7]) is None
+    assert pool.match_part(parent, []) is None
+    assert pool.match_part(ROOT, [0, 1, 2]) == (blocks[0], 3)
+    assert pool.match_part(prefix.root(b"other"), [0, 1, 2]) is None
+    assert pool.match_part(blocks[1].key, [8, 9]) is None
+
+
+def test_a_turns_tail_is_found_in_part_only_and_goes_when_it_is_evicted(pool):
+    (head,) = fill(pool, prompt(1))
+    (tail,) = pool.take(1)
+    pool.publish(tail, head.key, [4, 5, 6])
+    pool.release([head, tail])
+    assert pool.match(ROOT, prompt(2), 99) == [head]
+    assert pool.match_part(head.key, [4, 5, 6, 7]) == (tail, 3)
+    pool.take(15)  # the tail is colder than its head
+    assert pool.match_part(head.key, [4, 5, 6, 7]) is None
+    assert pool.match(ROOT, prompt(2), 99) == [head]
+
+
+def test_the_newest_child_is_the_one_that_is_looked_at(pool):
+    (head,) = fill(pool, prompt(1))
+    for first in (10, 20):
+        (child,) = pool.take(1)
+        pool.publish(child, head.key, [first] * 4)
+    assert pool.match_part(head.key, [10] * 4) is None
+    assert pool.match_part(head.key, [20, 20, 1]) == (child, 2)
 
 
 def test_a_private_block_may_be_shared_by_a_fork(pool):

@@ -80,10 +80,21 @@ class Cache(RuleBasedStateMachine):
         run = Running(root, session, tokens, hits, [block.key for block in hits])
         for number, block in enumerate(hits):
             assert self.pages[block.id] == self.page(run, number), "a false share"
+        self.look_at_part(run, hits)
         self.pool.share(hits)
         if self.take(run, -(-len(tokens) // SIZE) - len(hits)):
             self.running.append(run)
             self.settle(run)
+
+    def look_at_part(self, run, hits):
+        """What is offered for copying holds the KV of exactly the tokens that it says."""
+        done = len(hits) * SIZE
+        parent = hits[-1].key if hits else run.root
+        if (found := self.pool.match_part(parent, run.tokens[done:])) is not None:
+            block, count = found
+            root, tokens = self.pages[block.id]
+            assert root == run.root, "another tenant's page"
+            assert tokens[: done + count] == tuple(run.tokens[: done + count]), "a false part"
 
     def take(self, run, count):
         before = (self.pool.used, self.pool.cached, self.pool.free_count)
@@ -135,6 +146,10 @@ class Cache(RuleBasedStateMachine):
     @rule(pick=PICK)
     def finish(self, pick):
         run = self.running.pop(pick % len(self.running))
+        full = len(run.keys)
+        if (tail := run.tokens[full * SIZE :]) and run.blocks[full].key is None:
+            self.pages[run.blocks[full].id] = (run.root, tuple(run.tokens))
+            self.pool.publish(run.blocks[full], run.keys[-1] if full else run.root, tail)
         self.table.turn(run.session, run.blocks)
         self.pool.release(run.blocks)
 
