@@ -6,14 +6,14 @@ error; then `[DONE]`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, cast
 
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.choices import Said
 from gateway.config import GatewayConfig
@@ -34,7 +34,9 @@ class Frames(Protocol):
         """The end of a stream that went well."""
 
 
-async def frames_of(turn: Turn, frames: Frames, opening: bytes = b"") -> AsyncIterator[bytes]:
+async def frames_of(
+    turn: Turn, frames: Frames, opening: bytes = b""
+) -> AsyncGenerator[bytes, None]:
     """The bytes of a whole stream, at most one piece an engine step; closes the turn."""
     shown = False
     try:
@@ -68,8 +70,9 @@ class Stream(EventSourceResponse):
         headers: dict[str, str],
         opening: bytes = b"",
     ) -> None:
+        self._pieces = frames_of(turn, frames, opening)
         super().__init__(
-            frames_of(turn, frames, opening),
+            self._pieces,
             headers=headers,
             ping=config.ping_s,
             # Its type asks for an event object, but bytes pass through as they are.
@@ -90,11 +93,21 @@ class Stream(EventSourceResponse):
             pass
         finally:
             self._turn.close()
+            await self._pieces.aclose()  # it awaits nothing when it ends
 
-    async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Hand a body's piece to the socket at once when it has room; only a wait needs a clock."""
-        if self._write is None or not message.get("more_body") or not self._write(message["body"]):
-            await super()._send_with_timeout(send, message)
+    async def _stream_response(self, send: Send) -> None:
+        """Hand each piece to the socket at once when it has room; only a wait needs a clock."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        write = self._write
+        async for piece in self._pieces:
+            if write is None or not write(piece):
+                body = {"type": "http.response.body", "body": piece, "more_body": True}
+                await self._send_with_timeout(send, body)
+        async with self._send_lock:  # no ping after the end
+            self.active = False
+            end = {"type": "http.response.body", "body": b"", "more_body": False}
+            await self._send_with_timeout(send, end)
 
 
 async def gathered(turn: Turn) -> list[list[Said]] | Response:

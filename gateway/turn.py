@@ -191,13 +191,14 @@ class Turn:
             outs = box.take()
             if outs and box.lives != self._lives[part]:
                 self._begin_anew(part, box.lives)
+            if len(outs) == len(self.choices) == 1:  # the usual step of a decode
+                only = self._said(part, outs[0])
+                return [] if only is None else [only]
             for out in outs:
                 taken = self._said(part, out)
                 if taken is not None:
                     before = said.get(taken.index)
                     said[taken.index] = taken if before is None else before.then(taken)
-        if len(said) < 2:
-            return list(said.values())
         return [said[index] for index in sorted(said)]
 
     def _said(self, part: int, out: Out) -> Said | None:
@@ -215,7 +216,7 @@ class Turn:
             self._part_running[part] -= 1
             if choice.stopped_here and not out.finish:
                 self._gateway.link.send(Abort(out.id, out.index))
-        if choice.index in self._anew:
+        if self._anew and choice.index in self._anew:
             self._anew.discard(choice.index)
             return replace(taken, anew=True)
         return taken

@@ -23,12 +23,15 @@ def test_the_gateways_rows_come_from_real_requests():
             assert 2 < rate < 2 * 1000 / (8 * 5) + 10  # 8 tokens at 5 ms each bound it
             times = await load.one_by_one(server.port, 0.2)
             assert min(times) > 7 * 0.005
-            before = bench.cpu_s(server.pid)
+            user, system = bench.cpu_s(server.pid)
             gaps, frames = await load.streams(server.port, 4, 30)
             assert 4 * 4 <= frames <= 4 * 34  # late ones merge; role, end, [DONE]
             assert len(gaps) <= 4 * 29
             assert load.percentile(gaps, 50) > 0.002
-            assert bench.cpu_s(server.pid) >= before
+            user_after, system_after = bench.cpu_s(server.pid)
+            assert user_after >= user and system_after >= system
+            gaps, *costs = await bench._events(server, 20)
+            assert len(gaps) > 19 * bench.STREAMS / 2 and all(cost < 1000 for cost in costs)
             assert max(await load.disconnects(server.port, 2)) < 2
             memory = bench.resident(server.pid)
             assert memory > 1e6
