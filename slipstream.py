@@ -37,6 +37,7 @@ SETTINGS = Sections(
     {"gateway": GatewayConfig(), "engine": EngineConfig(model=""), "cache": CacheConfig()},
     SHOWN,
     frozenset({"engine.model", "engine.served_name", "engine.cache"}),
+    ("tool-call-parser", "chat-template"),
 )
 
 
@@ -44,18 +45,20 @@ SETTINGS = Sections(
 
 
 def open_gateway(
-    checkpoint: Checkpoint, config: GatewayConfig, engine: EngineConfig, link: Link, parser: str
+    checkpoint: Checkpoint, config: GatewayConfig, engine: EngineConfig, link: Link, parser: str,
+    template: str | None = None,
 ) -> Gateway:
-    """The gateway for a model, over a link to whatever serves it."""
+    """The gateway for a model, over a link; `parser` and `template` replace the model's own."""
     from gateway.prompt import Prompts
     from gateway.state import Gateway
     from gateway.tools import pick
 
+    template = template or checkpoint.chat_template
     prompts = Prompts(
         checkpoint.tokenizer_json,
-        checkpoint.chat_template,
+        template,
         max_len=engine.max_len or checkpoint.config.max_len,
-        format=pick(checkpoint.chat_template, parser or None),
+        format=pick(template, parser or None),
         add_bos=checkpoint.add_bos,
         bos_id=checkpoint.bos_id,
         stop_ids=checkpoint.stop_ids,
@@ -69,12 +72,14 @@ def serve(
     engine: EngineConfig | None = None,
     *,
     tool_call_parser: str = "",
+    chat_template: str | None = None,
     in_process: bool = False,
 ) -> int:
     """Serve `model` until a signal has drained the server; return the exit code.
 
-    0 = drained, 1 = the engine stays down, 98 = the port is taken.  `in_process` runs the engine on
-    a thread of this process (for a debugger) instead of in one of its own, which can be restarted.
+    0 = drained, 1 = the engine stays down, 98 = the port is taken.  `chat_template` is Jinja used
+    instead of the model's own.  `in_process` runs the engine on a thread of this process (for a
+    debugger) instead of in one of its own, which can be restarted.
     """
     from gateway import http
     from gateway.banner import Boot
@@ -100,11 +105,11 @@ def serve(
         def on_down(why: str) -> None:
             log.error("%s", why)
             failed.append(why)
-            server.begin_drain(0.0)
+            server.give_up()
 
         failed: list[str] = []
         link = _link(settings, checkpoint, in_process, on_ready, on_down)
-        opened = open_gateway(checkpoint, config, settings, link, tool_call_parser)
+        opened = open_gateway(checkpoint, config, settings, link, tool_call_parser, chat_template)
         from gateway.app import build
 
         server = http.server(build(opened), opened)
@@ -240,12 +245,14 @@ def cli() -> None:
 @SETTINGS.options
 @click.option("--tool-call-parser", default="", help="Tool call layout.  [default: the model's]",
               envvar="SLIPSTREAM_TOOL_CALL_PARSER")
+@click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              envvar="SLIPSTREAM_CHAT_TEMPLATE", help="Jinja file.  [default: the model's]")
 @click.option("--in-process", is_flag=True, help="Engine on a thread here, for a debugger.")
 @click.option("--print-config", is_flag=True, help="Show every setting and its source, and exit.")
 @click.pass_context
 def serve_command(
-    context: click.Context, /, model: str, tool_call_parser: str, in_process: bool,
-    print_config: bool, **values: Any,
+    context: click.Context, /, model: str, tool_call_parser: str, chat_template: Path | None,
+    in_process: bool, print_config: bool, **values: Any,
 ) -> None:
     """Serve MODEL over OpenAI's API: a folder, a .gguf file, a hub id, or `smollm2`.
 
@@ -267,29 +274,34 @@ def serve_command(
 
     made = SETTINGS.build(values)
     engine = msgspec.structs.replace(made["engine"], cache=made["cache"])
+    template = None if chat_template is None else chat_template.read_text()
     sys.exit(serve(model, made["gateway"], engine, tool_call_parser=tool_call_parser,
-                   in_process=in_process))
+                   chat_template=template, in_process=in_process))
 
 
 @cli.command()
 @click.argument("model", default="smollm2")
 @click.option("--url", help="Talk to this server (…/v1) instead of loading the model here.")
 @click.option("--max-tokens", default=400, show_default=True, help="Of one answer.")
-def chat(model: str, url: str | None, max_tokens: int) -> None:
+@click.option("--system", default="", help="What the model is told first.")
+@click.option("--tools", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="JSON list of OpenAI tools; you play them when the model calls one.")
+def chat(model: str, url: str | None, max_tokens: int, system: str, tools: Path | None) -> None:
     """Talk to MODEL in the terminal.
 
     \b
     Examples:
-      slipstream chat smollm2
+      slipstream chat smollm2 --system "You are terse." --tools tools.json
       slipstream chat smollm2 --url http://127.0.0.1:8000/v1
     """
-    from gateway.terminal import converse, remote
+    from gateway.terminal import converse, read_tools, remote
 
+    fields = {"max_tokens": max_tokens} | ({} if tools is None else {"tools": read_tools(tools)})
     if url:
-        converse(remote(url, model, max_tokens), f"{model} at {url}")
+        converse(remote(url, model, fields), f"{model} at {url}", system)
         return
     with Slipstream(model) as llm:
-        converse(lambda messages: llm.chat(messages, session="chat", max_tokens=max_tokens), model)
+        converse(lambda messages: llm.chat(messages, session="chat", **fields), model, system)
 
 
 @cli.command()

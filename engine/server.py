@@ -42,6 +42,7 @@ from engine.messages import (
     frame,
     to_engine,
 )
+from engine.progress import shown
 
 log = logging.getLogger("engine.server")
 
@@ -296,7 +297,8 @@ def make(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
     """The engine that serves this model; loads torch and the weights."""
     from engine.loop import Engine  # late: scripted engines and the gateway's process need no torch
 
-    engine: Stepping = Engine(config, checkpoint)
+    with shown() as progress:
+        engine: Stepping = Engine(config, checkpoint, progress=progress)
     return engine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from engine.messages import Hello
     from gateway.state import Gateway
+
+
+_FILE_WIDTH = 4096  # of a table that no terminal bounds: paths are long
 
 
 class Served(Protocol):
@@ -127,8 +131,8 @@ def shown_host(host: str) -> str:
 
 
 def settings_table(settings: Iterable[tuple[str, object, str]]) -> None:
-    """Print flag, value and source of every setting."""
-    table = Table("setting", "value", "from", box=None)
+    """Print flag, value and source of every setting; a value is never cut."""
+    table = Table("setting", Column("value", overflow="fold"), "from", box=None)
     for flag, value, source in settings:
         table.add_row(flag, str(value), source, style="bold" if source != "default" else "")
-    Console(soft_wrap=True).print(table)
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)

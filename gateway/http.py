@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
+import re
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from gateway.state import Gateway
 
 EXIT_PORT_TAKEN = 98
 _QUIET = ("/health", "/ready", "/metrics", "/v1/models")
+_SESSION = re.compile(r"(/sessions/).*", re.DOTALL)  # whose value is never logged
 _log = logging.getLogger("slipstream.gateway.http")
 
 
@@ -136,6 +138,11 @@ class Server(uvicorn.Server):
         self._gateway.drain.begin()
         self._ending = asyncio.get_running_loop().create_task(self._end(delay_s))
 
+    def give_up(self) -> None:
+        """End because the engine stays down; during a drain this is no second signal."""
+        if not self._gateway.drain.draining:
+            self.begin_drain(0.0)
+
     async def _end(self, delay_s: float) -> None:
         drain = self._gateway.drain
         _log.info("draining: %d requests still run", drain.active)
@@ -165,14 +172,16 @@ class Server(uvicorn.Server):
 
 
 class QuietPaths(logging.Filter):
-    """Drops access lines of probes and scrapes, which would drown the rest."""
+    """Drops access lines of probes and scrapes, which would drown the rest; masks sessions."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to keep this line; uvicorn's third argument is the path."""
         arguments = record.args
         if not isinstance(arguments, tuple) or len(arguments) < 3:
             return True
-        return str(arguments[2]).partition("?")[0] not in _QUIET
+        path = str(arguments[2])
+        record.args = (*arguments[:2], _SESSION.sub(r"\1***", path), *arguments[3:])
+        return path.partition("?")[0] not in _QUIET
 
 
 def quiet(logger: logging.Logger) -> None:

@@ -31,7 +31,6 @@ REJECTIONS = (
     "queue_full", "draining", "loading", "engine_unavailable", "engine_restarted",
     "deadline_exceeded", "connections", "other",
 )  # fmt: skip
-OUTCOMES = ("hit", "spill", "rebind", "none")
 
 _FIRST = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
@@ -124,13 +123,11 @@ class Metrics:
         self.link: Link | None = None
         self.loop_lag_s = 0.0
         self.requests = 0
-        self.violations = 0
         self.invalid_sessions = 0
         self.socket_refusals = 0
         self._finished = Counter(dict.fromkeys(FINISHES, 0))
         self._rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self._left = Counter(dict.fromkeys(PHASES, 0))
-        self._affinity = Counter(dict.fromkeys(OUTCOMES, 0))
         self._calls = Counter({"true": 0, "false": 0})
         self._responses: Counter[str] = Counter()
         self._first = Histogram(_FIRST)
@@ -188,17 +185,9 @@ class Metrics:
         """A request was turned away before its 200, for one of REJECTIONS."""
         self._rejected[reason if reason in REJECTIONS else "other"] += 1
 
-    def violation(self) -> None:
-        """A stream of ours broke its own protocol."""
-        self.violations += 1
-
     def session(self, session: Session) -> None:
         """A request named a session, or a value that had to be ignored."""
         self.invalid_sessions += session.invalid
-
-    def affinity(self, outcome: str) -> None:
-        """Where the router put a request with a session: one of OUTCOMES."""
-        self._affinity[outcome if outcome in OUTCOMES else "none"] += 1
 
     def response(self, status: int) -> None:
         """A response began."""
@@ -260,7 +249,6 @@ class Metrics:
         yield self._counter("slipstream:requests", "Generation requests.", self.requests)
         yield self._gauge("slipstream:event_loop_lag_seconds", "Late by.", self.loop_lag_s)
         for name, what, value in (
-            ("stream_protocol_violations", "Broken streams.", self.violations),
             ("session_header_invalid", "Session values ignored.", self.invalid_sessions),
             ("socket_refusals", "Requests refused at the socket.", self.socket_refusals),
         ):
@@ -269,7 +257,6 @@ class Metrics:
             ("vllm:request_success", "Requests ended.", "finished_reason", self._finished),
             ("vllm:admission_rejections", "Turned away.", "reason", self._rejected),
             ("slipstream:client_disconnects", "Clients that left.", "phase", self._left),
-            ("slipstream:affinity_requests", "Placement.", "outcome", self._affinity),
             ("slipstream:tool_calls", "Tool calls delivered.", "valid", self._calls),
             ("slipstream:http_responses", "Responses.", "status", self._responses),
         ):

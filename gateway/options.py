@@ -56,6 +56,7 @@ class Sections:
     defaults: Mapping[str, Any]
     shown: Mapping[str, tuple[str, str]]  # "section.field" -> (flag without dashes, help)
     inner: frozenset[str] = frozenset()  # "section.field" that no user sets
+    extra: tuple[str, ...] = ()  # flags without dashes that the command declares by itself
 
     def options(self, command: Command) -> Command:
         """Decorate a click command with one option a field, `--config` and `--print-config`."""
@@ -83,14 +84,15 @@ class Sections:
 
     def sources(self, context: click.Context) -> Iterator[tuple[str, object, str]]:
         """(flag, value, where it comes from) of every setting."""
-        for key, _, _ in self._fields():
-            source = context.get_parameter_source(_name(key))
+        named = [(_flags(key, self.shown.get(key))[0], _name(key)) for key, _, _ in self._fields()]
+        for flag, parameter in [*named, *((flag, _parameter(flag)) for flag in self.extra)]:
+            source = context.get_parameter_source(parameter)
             where = SOURCES.get(source, "default") if source is not None else "default"
-            yield "--" + _flags(key, self.shown.get(key))[0], context.params[_name(key)], where
+            yield "--" + flag, context.params[parameter], where
 
     def unknown_environment(self) -> list[str]:
         """A sentence for each SLIPSTREAM_ variable that looks like a setting and is none."""
-        known = {ENV + "CONFIG", ENV + "GGUF"}
+        known = {ENV + "CONFIG", ENV + "GGUF", *map(_env, self.extra)}
         for key, _, _ in self._fields():
             known.update(_env(flag) for flag in _flags(key, self.shown.get(key)))
         found = (name for name in os.environ if name.startswith(ENV) and name not in known)
@@ -113,6 +115,7 @@ class Sections:
             raise click.BadParameter(f"{path} is no TOML file: {error}") from error
         names = {flag: _name(key) for key, _, _ in self._fields()
                  for flag in _flags(key, self.shown.get(key))}
+        names |= {flag: _parameter(flag) for flag in self.extra}
         values: dict[str, Any] = {}
         for key, value in _flat(content):
             if key not in names:
@@ -137,6 +140,10 @@ def _nearest(name: str, known: typing.Iterable[str]) -> str:
 
 def _name(key: str) -> str:
     return key.replace(".", "_")
+
+
+def _parameter(flag: str) -> str:
+    return flag.replace("-", "_")
 
 
 def _flags(key: str, shown: tuple[str, str] | None) -> list[str]:

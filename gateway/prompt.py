@@ -52,8 +52,8 @@ class Prompts:
         bos_id: int | None = None,
         stop_ids: Sequence[int] = (),
     ) -> None:
-        """`max_len`: tokens of prompt and output together.  Raises BadTokenizer or jinja2's
-        TemplateSyntaxError when the model's files cannot be used."""
+        """`max_len`: tokens of prompt and output together.  Raises BadTokenizer or BadTemplate when
+        the model's files cannot be used."""
         self.max_len = max_len
         self.format = format
         self.plans = Plans(format)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import BadRequest
@@ -182,6 +182,10 @@ class Arguments(Guarded):
         return self.text
 
 
+class BadTemplate(ValueError):
+    """A chat template that does not compile; the message says where."""
+
+
 class Template:
     """One compiled chat template.  The operator wrote it; it still runs in a sandbox."""
 
@@ -194,7 +198,13 @@ class Template:
         env.filters["tojson"] = _to_json
         env.globals["raise_exception"] = _raise
         env.globals["strftime_now"] = _now
-        self._template = env.from_string(source)
+        try:
+            self._template = env.from_string(source)
+        except TemplateSyntaxError as error:
+            raise BadTemplate(
+                f"The chat template is no Jinja (line {error.lineno}): {error.message}. Correct "
+                "it, or serve with --chat-template and another file."
+            ) from None
         self._marks = marks
         self._names = dict(names)
         self._objects = objects

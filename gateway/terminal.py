@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,15 +17,29 @@ from rich.console import Console
 from gateway.events import CallArgs, CallStart, Event, Finish, Text
 from gateway.inside import RequestFailed, events, frames
 
-Chat = Callable[[Sequence[Mapping[str, Any]]], Iterator[Event]]
+Message = dict[str, Any]
+Chat = Callable[[Sequence[Message]], Iterator[Event]]
 HELP = "Enter sends, /new starts again, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+CALLS = 20  # rounds of calls in one turn, then the person has the word again
 
 
-def converse(chat: Chat, name: str) -> None:
-    """Read a line, stream the answer, until the person leaves."""
+def read_tools(path: Path) -> list[Any]:
+    """The tools in a file: a JSON list as OpenAI's `tools`; raise click.BadParameter."""
+    try:
+        tools = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{path} is no JSON file: {error}") from error
+    if not isinstance(tools, list):
+        raise click.BadParameter(f"{path} holds no list; write OpenAI's `tools`, [{{...}}].")
+    return tools
+
+
+def converse(chat: Chat, name: str, system: str = "") -> None:
+    """Read a line, stream the answer, until the person leaves; they also play the tools."""
     console = Console()
     console.print(f"[bold]{name}[/bold]  {HELP}", highlight=False)
-    history: list[dict[str, str]] = []
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    history = [*opening]
     while True:
         try:
             line = console.input("[bold cyan]> [/bold cyan]").strip()
@@ -36,22 +51,37 @@ def converse(chat: Chat, name: str) -> None:
             case "/quit":
                 return
             case "/new":
-                history.clear()
+                history = [*opening]
             case _ if line.startswith("/"):
                 console.print(HELP)
             case _:
-                history.append({"role": "user", "content": line})
-                said = _answer(chat, history, console)
                 # A turn that failed leaves the history as it was before the question.
-                if said is None:
-                    history.pop()
-                else:
-                    history.append({"role": "assistant", "content": said})
+                turn = _turn(chat, [*history, {"role": "user", "content": line}], console)
+                history = history if turn is None else turn
 
 
-def _answer(chat: Chat, history: Sequence[Mapping[str, Any]], console: Console) -> str | None:
-    """Show one answer as it comes; its text, or None when it failed."""
+def _turn(chat: Chat, history: list[Message], console: Console) -> list[Message] | None:
+    """Answer, and answer again while tools are called; the longer history, or None on failure."""
+    for _ in range(CALLS):
+        said = _answer(chat, history, console)
+        if said is None:
+            return None
+        history.append(said)
+        if not said.get("tool_calls"):
+            return history
+        try:
+            for call in said["tool_calls"]:
+                result = console.input(f"[bold]{call['function']['name']} returns> [/bold]")
+                history.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        except (EOFError, KeyboardInterrupt):
+            return None
+    return history
+
+
+def _answer(chat: Chat, history: Sequence[Message], console: Console) -> Message | None:
+    """Show one answer as it comes; the assistant's message, or None when it failed."""
     said: list[str] = []
+    calls: list[dict[str, Any]] = []
     start, first, finish = time.monotonic(), 0.0, ""
     try:
         for event in chat(history):
@@ -60,9 +90,12 @@ def _answer(chat: Chat, history: Sequence[Mapping[str, Any]], console: Console) 
                 case Text(text=text):
                     said.append(text)
                     click.echo(_shown(text), nl=False)
-                case CallStart(name=name):
+                case CallStart(id=id, name=name):
+                    function = {"name": name, "arguments": ""}
+                    calls.append({"id": id, "type": "function", "function": function})
                     click.echo(f"\n[call {name}] ", nl=False)
                 case CallArgs(text=text):
+                    calls[-1]["function"]["arguments"] += text
                     click.echo(_shown(text), nl=False)
                 case Finish(reason=finish):
                     pass
@@ -74,11 +107,13 @@ def _answer(chat: Chat, history: Sequence[Mapping[str, Any]], console: Console) 
         return None
     except KeyboardInterrupt:
         finish = "stopped"
+        calls = []  # the last one may be half
     took = time.monotonic() - start
     console.print(
         f"\n[dim]{finish} · first after {first:.2f} s · {took:.2f} s[/dim]", highlight=False
     )
-    return "".join(said)
+    message: Message = {"role": "assistant", "content": "".join(said)}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _shown(text: str) -> str:
@@ -86,8 +121,11 @@ def _shown(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or c.isprintable())
 
 
-def remote(url: str, model: str, max_tokens: int) -> Chat:
-    """A chat with a server at `url` (ends in /v1); the key is OPENAI_API_KEY's."""
+def remote(url: str, model: str, fields: Mapping[str, Any]) -> Chat:
+    """A chat with a server at `url` (ends in /v1); the key is OPENAI_API_KEY's.
+
+    `fields` of every request: max_tokens, tools.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise click.BadParameter(f"{url} is no http URL; give one like http://127.0.0.1:8000/v1")
@@ -98,10 +136,8 @@ def remote(url: str, model: str, max_tokens: int) -> Chat:
         "x-session-affinity": f"chat-{os.getpid()}",
     }
 
-    def chat(messages: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-        body = {
-            "model": model, "messages": list(messages), "stream": True, "max_tokens": max_tokens
-        }
+    def chat(messages: Sequence[Message]) -> Iterator[Event]:
+        body = {**fields, "model": model, "messages": list(messages), "stream": True}
         connection = kind(parts.hostname or "", parts.port, timeout=600)
         try:
             path = parts.path.rstrip("/") + "/chat/completions"

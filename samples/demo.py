@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,14 +73,16 @@ def server() -> Iterator[str]:
 def _url(process: subprocess.Popen[str]) -> str:
     """Show the server's first lines; the URL is in one of them, when the model is loaded."""
     assert process.stdout is not None
-    deadline = time.monotonic() + BOOT_S
-    for line in process.stdout:
-        print("  server:", line.rstrip())
-        if found := re.match(r"URL\s+(\S+)", line):
-            return found[1]
-        if time.monotonic() > deadline:
-            break
-    raise SystemExit(f"The server did not start: exit code {process.poll()}. Run `slipstream "
+    late = threading.Timer(BOOT_S, process.kill)  # which also ends the loop below
+    late.start()
+    try:
+        for line in process.stdout:
+            print("  server:", line.rstrip())
+            if found := re.match(r"URL\s+(\S+)", line):
+                return found[1]
+    finally:
+        late.cancel()
+    raise SystemExit(f"The server did not start: exit code {process.wait(10)}. Run `slipstream "
                      f"serve {MODEL}` to see why.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import subprocess
@@ -13,7 +14,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 import slipstream
+from engine.checkpoint import open_checkpoint
+from engine.config import EngineConfig
+from gateway.config import GatewayConfig
 from gateway.options import SHOWN
+from gateway.protocol import Message
+from gateway.render import BadTemplate
+from tests.scripted import Script, ScriptedLink
 from tests.tiny import write_llama
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,11 +76,38 @@ def test_every_field_of_the_configs_is_an_option_with_an_environment_twin():
         assert hasattr(slipstream.SETTINGS.defaults[section], field), f"{flag} sets no field"
 
 
+def test_the_tool_call_layout_and_the_chat_template_are_settings_like_the_others(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("x")
+    file = tmp_path / "server.toml"
+    file.write_text(f"tool_call_parser = 'hermes'\nchat-template = '{template}'\n")
+    said = run("serve", "m", "--config", str(file), "--print-config")
+    assert setting(said, "--tool-call-parser") == ["hermes", "file"]
+    assert setting(said, "--chat-template") == [str(template), "file"]
+    said = run("serve", "m", "--print-config", SLIPSTREAM_TOOL_CALL_PARSER="hermes",
+               SLIPSTREAM_CHAT_TEMPLATE=str(template))
+    assert setting(said, "--tool-call-parser") == ["hermes", "environment"]
+    assert setting(said, "--chat-template") == [str(template), "environment"]
+    assert "warning" not in said.output
+
+
+def test_a_chat_template_of_ones_own_replaces_the_models(tmp_path):
+    made = slipstream.open_gateway(
+        open_checkpoint(str(write_llama(tmp_path / "model"))), GatewayConfig(),
+        EngineConfig(model="m", served_name="m"), ScriptedLink(lambda _: Script.say("x")), "",
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ tools }}",
+    )
+    prompt = asyncio.run(made.prompts.chat([Message("user", "hi")]))
+    assert made.prompts.text_of(prompt.ids) == "[hi]None"
+    assert "own chat template" in made.prompts.note
+
+
 def test_built_configs_hold_what_was_given():
     command = slipstream.cli.commands["serve"]
     with command.make_context("serve", ["m", "--max-model-len", "64", "--port", "5"]) as context:
         values = {k: v for k, v in context.params.items()
-                  if k not in ("model", "tool_call_parser", "in_process", "print_config")}
+                  if k not in ("model", "tool_call_parser", "chat_template", "in_process",
+                               "print_config")}
     made = slipstream.SETTINGS.build(values)
     assert (made["engine"].max_len, made["gateway"].port) == (64, 5)
     assert made["cache"] == slipstream.SETTINGS.defaults["cache"]
@@ -104,6 +138,15 @@ def test_an_unknown_flag_or_variable_is_named_with_the_nearest():
     assert "SLIPSTREAM_PROT is no setting. Did you mean SLIPSTREAM_PORT?" in said.output
 
 
+def test_a_chat_template_that_is_no_jinja_is_named_by_its_line(tmp_path):
+    with pytest.raises(BadTemplate, match="line 2"):
+        slipstream.open_gateway(
+            open_checkpoint(str(write_llama(tmp_path / "model"))), GatewayConfig(),
+            EngineConfig(model="m", served_name="m"), ScriptedLink(lambda _: Script.say("x")), "",
+            "{% if x %}\n{% endfor %}",
+        )
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "slipstream.py", *arguments], cwd=ROOT, text=True,
                           capture_output=True, timeout=50)
@@ -126,6 +169,7 @@ def test_a_taken_port_ends_with_98_before_anything_is_loaded():
         (["serve", "smolm2", "--port", "0"], "Did you mean smollm2?"),
         (["serve", "m", "--port", "0", "--dtype", "float16"], "bfloat16"),
         (["serve", "m", "--port", "99999"], "port is 99,999"),
+        (["serve", "m", "--port", "0", "--chat-template", "no.jinja"], "does not exist"),
         (["tokens", "x", "--model", "nothing"], "There is no model 'nothing'"),
     ],
 )

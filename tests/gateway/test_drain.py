@@ -206,6 +206,24 @@ def test_a_server_of_ours_turns_the_libraries_own_cutting_of_streams_off(
     assert AppStatus.should_exit is False
 
 
+def test_an_engine_that_stays_down_ends_the_server_but_never_twice() -> None:
+    async def go() -> None:
+        one = gateway()
+        server = http.server(app.build(one), one)
+        one.drain.enter()
+        server.give_up()
+        assert one.drain.draining and not one.drain.expired.is_set()
+        server.give_up()
+        assert not one.drain.expired.is_set() and not server.force_exit
+        server.begin_drain(0.0)  # a second signal does end it
+        assert one.drain.expired.is_set() and server.force_exit
+        one.drain.leave()
+        assert server._ending is not None
+        await server._ending
+
+    asyncio.run(go())
+
+
 def test_leaving_more_often_than_entering_is_our_mistake() -> None:
     one = Drain()
     one.enter()

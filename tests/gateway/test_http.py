@@ -320,6 +320,17 @@ def test_the_access_log_skips_probes() -> None:
     assert filtered.filter(line("/v1/chat/completions"))
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/sessions/my-secret", "/v1/sessions/a/my-secret?x=1", "//v1/sessions/my-secret"]
+)
+def test_the_access_log_holds_no_sessions_value(path: str, caplog: pytest.LogCaptureFixture):
+    with running(gateway()) as server, caplog.at_level(logging.INFO, "uvicorn.access"):
+        server.ask("DELETE", path)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "uvicorn.access"]
+    assert "/sessions/***" in said and "DELETE" in said
+    assert "my-secret" not in caplog.text
+
+
 def test_importing_the_app_loads_no_torch_and_no_endpoint() -> None:
     code = "import gateway.app, gateway.http, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

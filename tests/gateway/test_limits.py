@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from gateway import errors, limits
 from gateway.limits import Admission
@@ -19,6 +21,47 @@ from tests.scripted import Script, ScriptedLink
 
 RAN: list[bytes] = []
 LIMIT = 256 * 1024
+
+
+@pytest.mark.parametrize("when", ["at arrival", "while the body came"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_full_queue_refuses_before_anything_is_read_or_rendered(
+    path: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = open_gateway(ScriptedLink(lambda _: Script.say("x")), max_queued_requests=1)
+    for name in ("chat", "plain"):
+        monkeypatch.setattr(one.prompts, name, lambda *_, **__: pytest.fail("rendered"))
+    read = limits.read_body
+
+    async def reading(request: Request) -> bytes:
+        assert when != "at arrival", "the body was read"
+        one.admission.enter(1)
+        return await read(request)
+
+    monkeypatch.setattr(limits, "read_body", reading)
+    if when == "at arrival":
+        one.admission.enter(1)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+    answer = with_client(one, lambda client: client.post(path, json=body))
+    assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_full"
+    assert one.admission.open == 1
+
+
+def test_a_refusal_of_a_full_server_takes_less_than_20_ms_whatever_was_sent() -> None:
+    one = open_gateway(ScriptedLink(lambda _: Script.say("x")), max_queued_requests=1)
+    messages = [{"role": "user", "content": "hello " * 200_000}]
+    with one.admission.enter(1), running(one) as live:
+        with httpx.Client(base_url=_url(live)) as http:
+            http.get("/health")
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                answer = http.post(
+                    "/v1/chat/completions", json={"model": "tiny", "messages": messages}
+                )
+                times.append(time.perf_counter() - start)
+                assert answer.status_code == 429
+    assert min(times) < 0.02, times
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,8 @@ vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_accepted_tokens_tot
 vllm:time_to_first_token_seconds_bucket vllm:inter_token_latency_seconds_bucket
 vllm:request_time_per_output_token_seconds_bucket vllm:e2e_request_latency_seconds_bucket
 vllm:request_queue_time_seconds_bucket vllm:request_prompt_tokens_bucket
-vllm:request_generation_tokens_bucket slipstream:stream_protocol_violations_total
-slipstream:tool_calls_total slipstream:client_disconnects_total slipstream:affinity_requests_total
+vllm:request_generation_tokens_bucket
+slipstream:tool_calls_total slipstream:client_disconnects_total
 slipstream:engine_restarts_total slipstream:engine_heartbeat_age_seconds
 slipstream:event_loop_lag_seconds slipstream:session_header_invalid_total
 """.split()
@@ -85,8 +85,6 @@ def test_each_event_moves_its_own_counter(metrics: Metrics) -> None:
     metrics.tool_call(valid=False)
     metrics.disconnect("decode")
     metrics.rejected("queue_full")
-    metrics.violation()
-    metrics.affinity("hit")
     metrics.session(Session(None, "none", False, invalid=True))
     metrics.session(Session(b"k" * 16, "x-session-id", False))
     found = samples(metrics)
@@ -109,8 +107,6 @@ def test_each_event_moves_its_own_counter(metrics: Metrics) -> None:
         ("slipstream:tool_calls_total", {"valid": "false"}, 1),
         ("slipstream:client_disconnects_total", {"phase": "decode"}, 1),
         ("vllm:admission_rejections_total", {"reason": "queue_full"}, 1),
-        ("slipstream:stream_protocol_violations_total", {}, 1),
-        ("slipstream:affinity_requests_total", {"outcome": "hit"}, 1),
         ("slipstream:session_header_invalid_total", {}, 1),
     ]:
         assert found[name, tuple(labels.items())] == pytest.approx(value), (name, labels)
@@ -165,7 +161,6 @@ def test_unknown_words_never_become_labels(metrics: Metrics) -> None:
         metrics.finished(word, seconds=1.0)
         metrics.disconnect(word)
         metrics.rejected(word)
-        metrics.affinity(word)
         metrics.session(Session(b"k" * 16, word, False, invalid=True))
     assert set(samples(metrics)) == before
     assert samples(metrics)["vllm:request_success_total", (("finished_reason", "error"),)] == 1000

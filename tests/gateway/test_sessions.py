@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from gateway import sessions
 from gateway.auth import Keys
 from gateway.sessions import Session, key_of, namespace, session_of_user
+from tests.asking import open_gateway, post, saying
 
 ALICE = Keys.none(b"a" * 32).anonymous
 BOB = Keys.none(b"b" * 32).anonymous
@@ -93,6 +94,32 @@ def test_claude_codes_user_id_holds_the_session_as_json(
     user_id: str | None, session: str | None
 ) -> None:
     assert session_of_user(user_id) == session
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("user_id", "said"),
+    [
+        ('{"session_id":"s-1","device_id":"d"}', "active; source=user_id"),
+        ("user-42", "none"),
+        ('{"device_id":"d"}', "none"),
+    ],
+)
+def test_a_request_takes_only_the_session_out_of_its_user_id(
+    path: str, user_id: str, said: str
+) -> None:
+    link = saying("hello")
+    answer = post(link, path, metadata={"user_id": user_id})
+    assert answer.headers["x-slipstream-session"] == said
+    assert (link.submits[0].session is None) == (said == "none")
+
+
+def test_sessions_of_a_user_id_and_of_a_header_are_one() -> None:
+    link = saying("hello")
+    gateway = open_gateway(link)
+    post(gateway, metadata={"user_id": '{"session_id": "s-1"}'})
+    post(gateway, headers={"x-session-affinity": "s-1"})
+    assert link.submits[0].session == link.submits[1].session is not None
 
 
 def test_only_an_explicit_word_ends_the_session() -> None:
