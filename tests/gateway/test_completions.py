@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai.types import Completion
 
-from engine.messages import Out, Submit, TokenLogprobs
+from engine.messages import Hello, Out, Submit, TokenLogprobs
 from tests.asking import PlayedLink, cut, open_gateway, post, saying
 from tests.scripted import EOS, Script, ScriptedLink
 
@@ -165,3 +165,15 @@ def test_one_part_that_fails_ends_the_whole_request_and_frees_the_others():
             assert answer.status_code == 500
         assert len(link.closed) == 2 and not link.boxes.open_boxes()
         assert gateway.admission.open == 0
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_no_more_is_asked_than_the_engine_can_hold(path: str):
+    link = saying("x")
+    link.hello = Hello(1, "scripted", 259, 100, 64, 2, [EOS], "test")  # the model's is 4,096
+    post(link, path)
+    assert len(link.submits[0].prompt) + link.submits[0].max_tokens <= 100
+    answer = post(link, path, max_tokens=99)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert len(link.submits) == 1

@@ -94,6 +94,14 @@ def test_a_missing_field_is_named():
     assert caught.value.param == "messages"
 
 
+def test_a_conversation_may_have_4096_messages_and_no_more():
+    message = {"role": "user", "content": "x"}
+    assert len(chat_request(chat(messages=[message] * 4096)).messages) == 4096
+    with pytest.raises(BadRequest, match="4096") as caught:
+        chat_request(chat(messages=[message] * 4097))
+    assert caught.value.param == "messages"
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"[]", b"{", b'{"model": NaN}', b"\xff", b'"\\ud800"', b"null", b"[" * 100_000],
