@@ -12,6 +12,7 @@ from engine.messages import (
     Failed,
     Out,
     Refused,
+    SessionEnd,
     Submit,
 )
 from gateway.choices import Choice
@@ -83,6 +84,23 @@ def test_an_engine_that_dies_in_a_stream_is_a_typed_error_and_done():
     assert heard.choices[0].content
     answer = post(dying(0.07))
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_restarted"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["refused", "failed", "deadline"])
+def test_a_session_ends_once_with_its_last_request_even_if_that_fails(fault, stream):
+    link = {
+        "refused": lambda: ScriptedLink(
+            lambda _: Script([[1]], refuse=Refused("x", "queue_full", "Full.", "", 429))
+        ),
+        "failed": lambda: saying("some words", 2, fail_after=1),
+        "deadline": lambda: saying("abcdefgh", 1, delay_s=0.02),
+    }[fault]()
+    headers = {"x-session-affinity": "s", "x-session-end": "1"}
+    if fault == "deadline":
+        headers["x-request-deadline-ms"] = "50"
+    post(link, stream=stream, headers=headers)
+    assert link.notes == [SessionEnd(link.submits[0].session)]
 
 
 @pytest.mark.parametrize("seen", [False, True])

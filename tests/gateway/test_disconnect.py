@@ -11,9 +11,10 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from engine.messages import Submit
+from engine.messages import Pause, Resume, SessionEnd, Submit
 from tests.asking import ADD, HERMES, USER, PlayedLink, open_gateway, saying
-from tests.live import Live, running
+from tests.auditor import Auditor
+from tests.live import Answer, Live, running
 from tests.scripted import Script, ScriptedLink
 
 LONG = "x" * 4000
@@ -28,7 +29,7 @@ def until(true: Callable[[], bool], seconds: float = 3.0) -> None:
         time.sleep(0.005)
 
 
-def ask(live: Live, path: str, **fields: object) -> socket.socket:
+def ask(live: Live, path: str, headers: bytes = b"", **fields: object) -> socket.socket:
     """Send a request and return its socket."""
     start = {"prompt": "hi"} if path.endswith("/completions") and "chat" not in path else {
         "messages": [USER]
@@ -36,7 +37,7 @@ def ask(live: Live, path: str, **fields: object) -> socket.socket:
     body = json.dumps({"model": "tiny", **start, **fields}).encode()
     sock = live.connect()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    sock.sendall(head.encode() + body)
+    sock.sendall(head.encode()[:-2] + headers + b"\r\n" + body)
     return sock
 
 
@@ -84,6 +85,18 @@ def test_a_client_that_leaves_frees_everything_at_once(phase, stream, path):
     assert not link.tasks
 
 
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_a_client_that_leaves_with_its_last_request_ends_its_session_once(phase):
+    link = PHASES[phase]()
+    with running(open_gateway(link)) as live:
+        sock = ask(live, "/v1/chat/completions", b"X-Session-Id: s\r\nX-Session-End: 1\r\n")
+        until(lambda: bool(link.submits))
+        sock.close()
+        until(lambda: bool(link.notes))
+        until(lambda: not link.boxes.open_boxes())
+    assert link.notes == [SessionEnd(link.submits[0].session)]
+
+
 def test_a_client_that_never_reads_is_dropped_after_the_send_timeout():
     link = ScriptedLink(lambda _: Script.say("x" * 8_000_000, 100_000, delay_s=0.001))
     gateway = open_gateway(link, send_timeout_s=0.3)
@@ -92,6 +105,28 @@ def test_a_client_that_never_reads_is_dropped_after_the_send_timeout():
         until(lambda: gateway.drain.active == 1 and bool(link.submits))
         until(lambda: gateway.drain.active == 0 and gateway.admission.open == 0, 10)
         sock.close()
+
+
+def test_a_client_that_reads_late_pauses_its_request_and_gets_every_word():
+    text = "".join(f"{number:07}," for number in range(1_000_000))
+    link = ScriptedLink(lambda _: Script.say(text, 20_000))
+    with running(open_gateway(link)) as live:
+        sock = ask(live, "/v1/chat/completions", stream=True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        noted = -1
+        while noted != len(link.notes):  # the kernel's own buffers are full
+            noted = len(link.notes)
+            time.sleep(0.15)
+        (box,) = link.boxes.open_boxes()
+        assert isinstance(link.notes[-1], Pause) and len(box._outs) == 1
+        assert box.waiting_tokens <= 40_000
+        raw = bytearray()
+        while not raw.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+            raw += sock.recv(1 << 20)
+        sock.close()
+    body = Answer.of(bytes(raw)).body
+    assert Auditor().hear(body).choices[0].content == text
+    assert [type(note) for note in link.notes] == [Pause, Resume] * (len(link.notes) // 2)
 
 
 def test_openais_own_client_reads_a_stream_over_a_real_connection():
