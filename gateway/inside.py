@@ -59,6 +59,7 @@ class Inside:
         if self._life is not None:
             self._loop.call_soon_threadsafe(self._over.set)
             self._life.result()
+            self.wait(_end_tasks())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         self._loop.close()
@@ -88,6 +89,14 @@ class Inside:
             running.result()
         finally:
             self._loop.call_soon_threadsafe(call.gone.set)
+
+
+async def _end_tasks() -> None:
+    """Cancel what still runs: sse-starlette keeps a watcher for as long as the loop lives."""
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Call:
