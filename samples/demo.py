@@ -35,18 +35,34 @@ WEATHER = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+REPORT = {
+    "type": "object",
+    "properties": {
+        "warmer": {"enum": ["Paris", "Oslo"]},
+        "degrees": {"type": "integer", "minimum": -60, "maximum": 60},
+    },
+    "required": ["warmer", "degrees"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "report": REPORT}
+ABOUT = {
+    "get_weather": "Current weather of a city",
+    "report": "Tell the user which city is warmer, and how warm it is there",
+}
 TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": "get_weather",
-            "description": "Current weather of a city",
-            "parameters": WEATHER,
-            "strict": True,
+            "name": name, "description": ABOUT[name], "parameters": schema, "strict": True,
         },
     }
+    for name, schema in SCHEMAS.items()
 ]
-QUESTIONS = ["What is the weather in Paris?", "And in Oslo?", "Which of the two is warmer?"]
+QUESTIONS = {
+    "What is the weather in Paris?": "get_weather",
+    "And in Oslo?": "get_weather",
+    "Which of the two is warmer?": "report",
+}
 KNOWN = {"paris": 21, "oslo": 12}
 
 
@@ -86,13 +102,14 @@ def _url(process: subprocess.Popen[str]) -> str:
                      f"serve {MODEL}` to see why.")
 
 
-def turn(client: OpenAI, messages: list[dict], choice: str) -> tuple[str, list[dict]]:
-    """One streamed answer, shown as it comes; its text and its calls."""
+def turn(client: OpenAI, messages: list[dict], tool: str) -> tuple[str, list[dict]]:
+    """One streamed call of `tool`, shown as it comes; the answer's text and its calls."""
     start = time.monotonic()
     first = 0.0
     text, calls, usage, finish = "", [], None, ""
     stream = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice, stream=True,
+        model=MODEL, messages=messages, tools=TOOLS, stream=True,
+        tool_choice={"type": "function", "function": {"name": tool}},
         parallel_tool_calls=False, temperature=0, seed=7, max_completion_tokens=96,
         stream_options={"include_usage": True},
         extra_headers={"x-session-affinity": f"demo-{os.getpid()}"},
@@ -120,29 +137,30 @@ def turn(client: OpenAI, messages: list[dict], choice: str) -> tuple[str, list[d
     return text, calls
 
 
-def weather(arguments: str) -> str:
-    """The tool: check the arguments, as every caller should, then answer."""
+def answer(name: str, arguments: str) -> str:
+    """The tools: check the arguments, as every caller should, then answer."""
     given = json.loads(arguments)
-    jsonschema.validate(given, WEATHER)
+    jsonschema.validate(given, SCHEMAS[name])
     print(f"  arguments are valid JSON and fit the schema: {given}")
+    if name == "report":
+        return "shown to the user"
     city = given["city"].strip().lower()
     degrees = KNOWN.get(city, 15)
     return json.dumps({"city": given["city"], "temperature": degrees, "unit": "celsius"})
 
 
 def converse(url: str) -> None:
-    """Three turns: two must call the tool, in the third the model is free to."""
+    """Three turns: two look something up, the third reports in a shape a program can read."""
     client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
     messages: list[dict] = [{"role": "system", "content": "You are a terse weather assistant."}]
-    for number, question in enumerate(QUESTIONS):
+    for question, tool in QUESTIONS.items():
         print(f"\nuser: {question}")
         messages.append({"role": "user", "content": question})
-        last = number == len(QUESTIONS) - 1
-        text, calls = turn(client, messages, "auto" if last else "required")
+        text, calls = turn(client, messages, tool)
         messages.append(said(text, calls))
         for call in calls:
             messages.append({"role": "tool", "tool_call_id": call["id"],
-                             "content": weather(call["arguments"])})
+                             "content": answer(call["name"], call["arguments"])})
 
 
 def said(text: str, calls: list[dict]) -> dict:
