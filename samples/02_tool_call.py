@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from demo import MODEL, TOOLS, server, weather
+from demo import MODEL, TOOLS, answer, server
 from openai import OpenAI
 
 
@@ -10,7 +10,7 @@ def main() -> None:
     """Ask for a call by name; run the tool."""
     with server() as url:
         client = OpenAI(base_url=url, api_key="none")
-        answer = client.chat.completions.create(
+        reply = client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "Is it warm in Lisbon today?"}],
             tools=TOOLS,
@@ -18,9 +18,9 @@ def main() -> None:
             max_completion_tokens=64,
             temperature=0,
         )
-        for call in answer.choices[0].message.tool_calls or ():
+        for call in reply.choices[0].message.tool_calls or ():
             print(call.function.name, call.function.arguments)
-            print(weather(call.function.arguments))
+            print(answer(call.function.name, call.function.arguments))
 
 
 if __name__ == "__main__":

@@ -69,9 +69,12 @@ def test_a_sample_runs_and_shows_what_it_is_about(sample, base_url):
 
 def test_the_demo_holds_three_turns_with_valid_calls_and_a_warm_cache():
     said = output("samples/demo.py")  # with a server of its own: this is `make demo`
-    assert said.count("arguments are valid JSON and fit the schema") >= 2
-    cached = [int(n) for n in re.findall(r"(\d+) of them cached", said)]
+    assert said.count("arguments are valid JSON and fit the schema") == 3
+    found = re.findall(r"(\d+) prompt tokens, (\d+) of them cached", said)
+    prompts, cached = zip(*((int(p), int(c)) for p, c in found), strict=True)
     assert len(cached) == 3
+    for prompt, hit in zip(prompts[1:], cached[1:], strict=True):
+        assert prompt - 2 * 64 <= hit < prompt
     assert cached[1] > 0
     assert cached[2] > 0
     assert said.rstrip().endswith("demo done")
