@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.build import DTYPES
 from engine.loop import Engine
 from engine.messages import Abort, Out, Sampling, Step, Submit
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from engine.model_config import ModelConfig
 
 Row = dict[str, object]  # what, value, unit, beside
-DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16,
-          "float32": torch.float32, "float64": torch.float64}
 BATCHES = (1, 4, 16)
 LENGTHS = (128, 512, 2048)
 PROMPT = 128  # tokens before decoding starts
