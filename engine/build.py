@@ -7,7 +7,6 @@ start share it.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
 from engine.runner import Runner
-from engine.threads import Threads
+from engine.threads import Threads, cores
 from engine.weights import load
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def build(
     max_len = _max_len(config, shape.max_len)
     device = _device(config.device)
     dtype = DTYPES[config.dtype]
-    threads = Threads(config.threads or len(os.sched_getaffinity(0)), torch.set_num_threads)
+    threads = Threads(config.threads or len(cores()), torch.set_num_threads)
     kind = family(checkpoint.architecture)
     with ThreadPoolExecutor(1) as side:
         compiler = side.submit(

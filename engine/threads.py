@@ -31,13 +31,20 @@ class Usage:
     cores: int
 
 
+def cores() -> frozenset[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
 def read_usage() -> Usage | None:
     """Now; None where the system does not tell."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
         return None
-    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ours = {f"cpu{number}" for number in cores()}
     busy = 0
     for fields in (line.split() for line in lines):
         if fields and fields[0] in ours:
