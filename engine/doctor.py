@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine.checkpoint import open_checkpoint
 from engine.model_config import BadCheckpoint
+from engine.threads import cores
 
 Row = tuple[str, str, bool]  # what, value, fine
 LIBRARIES = ("tokenizers", "llguidance", "safetensors", "msgspec", "starlette", "uvicorn")
@@ -53,18 +54,18 @@ def _library(name: str) -> Row:
 
 
 def _cpu() -> Row:
-    cores = len(os.sched_getaffinity(0))
+    usable = len(cores())
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return "CPU", f"{platform.processor()}, {cores} usable cores", True
+        return "CPU", f"{platform.processor()}, {usable} usable cores", True
     facts: dict[str, str] = {}
     for line in text.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
         facts[name.strip()] = value.strip()
     flags = facts.get("flags", "").split()
     has = " ".join(flag for flag in FLAGS if flag in flags) or "none of " + " ".join(FLAGS)
-    return "CPU", f"{facts.get('model name', '?')}, {cores} usable cores, {has}", True
+    return "CPU", f"{facts.get('model name', '?')}, {usable} usable cores, {has}", True
 
 
 def _memory() -> Row:
