@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.messages import Out, TokenLogprobs
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Text
@@ -17,13 +18,15 @@ from gateway.text import Detokenizer, StopStrings, Vocabulary
 from gateway.tools import Scanner
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What one choice gained: events in order, neighbours of a kind joined, and logprobs."""
+class Said(msgspec.Struct, frozen=True):
+    """What one choice gained: events in order, neighbours of a kind joined, and logprobs.
+
+    A Struct because one is made for every token: a tenth of a frozen dataclass's time.
+    """
 
     index: int
     events: list[Event]
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = []  # a new one each
     closed_early: bool = False  # the engine says that it completed a call for the model
     anew: bool = False  # its engine died: all that it said before, and nobody saw, is void
 
@@ -66,6 +69,11 @@ class Choice:
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self._call: tuple[str, list[str]] | None = None  # the one that is open
         self._said: list[str] = []  # text that left; kept only when stop strings may cut it
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether text alone can end it."""
+        return self._stops is not None
 
     @property
     def kept(self) -> str | None:

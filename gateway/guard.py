@@ -8,7 +8,6 @@ Every refusal is a JSON error and the end of the connection: nothing after it is
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 import secrets
 from http import HTTPStatus
@@ -44,7 +43,7 @@ class StrictConnection(h11.Connection):
         super().__init__(h11.SERVER, max_incomplete_event_size=max_bytes)
         self.refused: ApiError | None = None
         self.head_only = False  # the answer to the last request has no body
-        self._chunked = False  # the answer's body is being sent, in chunks
+        self.chunked = False  # the answer's body is being sent, in chunks
         self._max_bytes = max_bytes
         self._max_headers = max_headers
 
@@ -69,17 +68,10 @@ class StrictConnection(h11.Connection):
         sent = super().send(event)
         if type(event) is h11.Response:
             chunked = b"transfer-encoding: chunked\r\n" in sent.lower()
-            self._chunked = chunked and not self.head_only
+            self.chunked = chunked and not self.head_only
         elif type(event) is not h11.Data:
-            self._chunked = False
+            self.chunked = False
         return sent
-
-    def chunk(self, data: bytes) -> bytes | None:
-        """`data` as one chunk, as h11 would write it; None when no chunk may be sent now."""
-        # h11 walks its whole state machine for each piece: more than the rest of a token's way.
-        if self._chunked and data:
-            return b"%x\r\n%b\r\n" % (len(data), data)
-        return None
 
     def _worded(self, status: int) -> ApiError:
         """h11's complaint as ours; its own text may quote the request, so it is dropped."""
@@ -188,6 +180,35 @@ class LingeringTransport(asyncio.Transport):
             self._inner.resume_reading()
 
 
+class Shortcut:
+    """One stream's way to the socket past ASGI and h11, without an await.
+
+    h11 walks its whole state machine for each piece: more than the rest of a token's way.
+    """
+
+    __slots__ = ("_conn", "_cycle", "_flow", "_transport")
+
+    def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
+        self._conn = protocol.conn
+        self._flow = protocol.flow
+        self._transport = protocol.transport
+        self._cycle = cycle
+
+    def room(self) -> bool:
+        """Whether a piece may be written now; if not, `send` it, which may have to wait."""
+        cycle = self._cycle
+        return (
+            self._conn.chunked
+            and not self._flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, data: bytes) -> None:
+        """Send a piece, not an empty one, as one chunk: the bytes that h11 would make of it."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
 class GuardedProtocol(H11Protocol):
     """uvicorn's h11 protocol with limits and clocks.
 
@@ -219,19 +240,9 @@ class GuardedProtocol(H11Protocol):
         self.app = self._served
 
     async def _served(self, scope: Any, receive: Any, send: Any) -> None:
-        """The app, with a shortcut to the socket for streams: `scope["slipstream.write"]`."""
-        scope["slipstream.write"] = functools.partial(self._write, self.cycle)
+        """The app, with a shortcut to the socket for streams: `scope["slipstream.shortcut"]`."""
+        scope["slipstream.shortcut"] = Shortcut(self, self.cycle)
         await self._asgi(scope, receive, send)
-
-    def _write(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Send a piece of a body whose head is out; False = `send` it, which may have to wait."""
-        if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
-            return False
-        chunk = self.conn.chunk(data)
-        if chunk is None:
-            return False
-        self.transport.write(chunk)
-        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A new peer: over the connection limit it is told so and closed."""

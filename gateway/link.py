@@ -63,6 +63,11 @@ class Bell:
     def __init__(self) -> None:
         self._waiting: asyncio.Future[None] | None = None
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the reader sleeps: it has taken, and dealt with, all that came before."""
+        return self._waiting is not None and not self._waiting.done()
+
     def ring(self) -> None:
         """Something happened; nobody has to be waiting."""
         waiting = self._waiting
@@ -85,8 +90,8 @@ class Mailbox:
     """One request's inbox: admission once, then outs, then an end; a single reader."""
 
     __slots__ = (
-        "_bell", "_error", "_outs", "_paused", "_send", "admitted", "lives", "running", "started",
-        "submit", "waiting_tokens",
+        "_bell", "_error", "_outs", "_paused", "_send", "admitted", "lives", "running", "sink",
+        "started", "submit", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, submit: Submit) -> None:
@@ -96,6 +101,8 @@ class Mailbox:
         self.lives = 0  # how often an engine was lost and the request began anew
         self.running = submit.n  # choices that have not finished
         self.waiting_tokens = 0  # that the reader has not taken yet
+        #: Gets an out that ends nothing while the reader sleeps; False = the reader must take it.
+        self.sink: Callable[[Out], bool] | None = None
         self._outs: list[Out] = []
         self._error: Exception | None = None
         self._paused = False
@@ -123,7 +130,10 @@ class Mailbox:
         self._bell.ring()
 
     def put_out(self, out: Out) -> None:
-        """The same for what a step gave: the one call a token makes."""
+        """The same for what a step gave: the one call a token makes.  Nothing overtakes."""
+        sink = self.sink
+        if sink is not None and not out.finish and self._bell.asleep and sink(out):
+            return
         if out.finish:
             self.running -= 1
         self.waiting_tokens += len(out.tokens)

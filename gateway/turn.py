@@ -6,6 +6,7 @@
 
 close() never awaits and may be called at any time, twice too.  Until shown(), a link may begin the
 request anew with another engine: choices then start over and say so (Said.anew).
+After it, what ends nothing may go past a sleeping next(): lend().
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from starlette.types import Receive
 
-from engine.messages import Abort, Admitted, Out, SessionEnd, Submit, TurnEnd
+from engine.messages import Abort, Out, SessionEnd, Submit, TurnEnd
 from gateway.app import places
 from gateway.choices import Choice, Said
 from gateway.errors import (
@@ -99,6 +102,7 @@ class Turn:
         self._boxes: list[Mailbox] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._lent: Callable[[Out], bool] | None = None
         self._gone: asyncio.Task[None] | None = None
         self._prompt_tokens = sum(len(part.prompt.ids) for part in parts)
         gateway.metrics.request_started()
@@ -128,9 +132,6 @@ class Turn:
             if isinstance(error, Exception) and not isinstance(error, ClientGone):
                 raise self.typed(error) from None
             raise
-        self._take_admitted(admitted)
-
-    def _take_admitted(self, admitted: Sequence[Admitted]) -> None:
         self._gateway.metrics.queued(time.monotonic() - self._begin)
         self._cached = [one.cached for one in admitted]
         self.cached = sum(self._cached)
@@ -232,10 +233,33 @@ class Turn:
             choice.begin()
             self._anew.add(choice.index)
 
+    def lend(self, tell: Callable[[Said], None], room: Callable[[], bool]) -> None:
+        """Once shown(), `tell` what a step gave at once if next() sleeps and there is `room`.
+
+        Waking a task costs more than all the rest of a token's way.  Whatever may end the turn
+        still comes by next(): a finish, a stop string, an error, of `tell` as well.
+        """
+        if len(self.choices) == 1 and not self.choices[0].may_stop:
+            self._lent = partial(self._past, tell, room)
+
     def shown(self) -> None:
         """The client has seen something of the answer: it can no longer begin anew."""
         for box in self._boxes:
             box.started = True
+            box.sink = self._lent
+
+    def _past(self, tell: Callable[[Said], None], room: Callable[[], bool], out: Out) -> bool:
+        """The one mailbox's sink."""
+        if not room():
+            return False
+        try:
+            said = self._said(0, out)
+            assert said is not None, "next() sleeps although its only choice has ended"
+            self._clock()
+            tell(said)
+        except Exception as error:  # of this turn alone: others wait for the same step
+            self._stop(error)
+        return True
 
     def _clock(self) -> None:
         now = time.monotonic()
@@ -308,7 +332,9 @@ class Turn:
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        self._lent = None  # no cycle with the response stays behind
         for box in self._boxes:
+            box.sink = None
             self._gateway.link.close(box)
         if self._session.end:  # after the aborts: only then are its blocks free
             self._end_session()
