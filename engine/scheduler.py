@@ -5,6 +5,8 @@ computed catch up with wanted within a budget.  Sequences that decode go first, 
 never stall them; among prompts the shorter one goes first unless the longer one has waited for it
 (rank).  When blocks run out the youngest sequence is preempted: it keeps its tokens, loses its
 blocks, and comes back through the cache.
+
+Continuous batching: Yu et al., Orca (2022).  Chunked prefill: Agrawal et al., Sarathi (2023).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ query, so that the gathered [tokens, kv_heads * head_dim] is used as it lies: no
 no per-token loop.  (That keys and values are contiguous after the gather is worth a factor of
 three; hence the pages' layout.) Rows of a prompt chunk run one by one, with the triangular mask
 only on the chunk's own columns.
+
+Attention: Vaswani et al. (2017), grouped queries: Ainslie et al. (2023), pages: Kwon et al. (2023).
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Projections that read the same input are one matrix (q, k and v; gate and up): on a CPU a step at
 batch one is bound by reading weights, and by the number of operations beside them.
+
+Touvron et al., LLaMA (2023): pre-norm with RMSNorm, rotary positions, SwiGLU, no dropout.
 """
 
 from __future__ import annotations
