@@ -236,8 +236,8 @@ class Turn:
     def lend(self, tell: Callable[[Said], None], room: Callable[[], bool]) -> None:
         """Once shown(), `tell` what a step gave at once if next() sleeps and there is `room`.
 
-        Waking a task costs more than all the rest of a token's way.  Whatever may end the turn
-        still comes by next(): a finish, a stop string, an error, of `tell` as well.
+        Waking a task costs more than the rest of a token's way.  Finishes, stop strings and errors,
+        those of `tell` as well, still come by next().
         """
         if len(self.choices) == 1 and not self.choices[0].may_stop:
             self._lent = partial(self._past, tell, room)
@@ -253,10 +253,9 @@ class Turn:
         if not room():
             return False
         try:
-            said = self._said(0, out)
-            assert said is not None, "next() sleeps although its only choice has ended"
-            self._clock()
-            tell(said)
+            if (said := self._said(0, out)) is not None:
+                self._clock()
+                tell(said)
         except Exception as error:  # of this turn alone: others wait for the same step
             self._stop(error)
         return True
