@@ -9,9 +9,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = sorted((ROOT / "samples").glob("0*.py"))
@@ -32,13 +34,14 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-@pytest.fixture(scope="module")
-def base_url() -> Iterator[str]:
-    """One server for all samples that want one."""
+@contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """The base URL of a server with the small model."""
     server = subprocess.Popen(
-        [sys.executable, "slipstream.py", "serve", "smollm2", "--port", "0", "--drain-delay", "0"],
+        [sys.executable, "slipstream.py", "serve", "smollm2", "--port", "0", "--drain-delay", "0",
+         *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(),
-    )
+    )  # fmt: skip
     assert server.stdout is not None
     try:
         for line in server.stdout:
@@ -51,6 +54,13 @@ def base_url() -> Iterator[str]:
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
         server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def base_url() -> Iterator[str]:
+    """One server for all samples that want one."""
+    with serving() as url:
+        yield url
 
 
 def output(*command: str, **more: str) -> str:
@@ -78,6 +88,15 @@ def test_the_demo_holds_three_turns_with_valid_calls_and_a_warm_cache():
     assert cached[1] > 0
     assert cached[2] > 0
     assert said.rstrip().endswith("demo done")
+
+
+def test_the_template_for_short_answers_keeps_them_short():
+    with serving("--chat-template", "samples/short_answers.jinja") as url:
+        answer = OpenAI(base_url=url, api_key="none").chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": "Say hello."}],
+            max_tokens=20, n=8, seed=1,
+        )  # fmt: skip
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 8
 
 
 def test_the_readmes_python_runs():
