@@ -43,9 +43,9 @@ MANY = json.dumps(list(range(3_000)))
     ids=["depth 16", "depth 60", "enum", "anyOf", "dialect", "unevaluatedItems"],
 )  # fmt: skip
 def test_a_check_that_would_take_long_is_given_up(schema: object, text: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # ours alone: other work on the machine must not count
     assert complaint(schema, text) == NOT_JUDGED
-    assert time.perf_counter() - start < 0.2
+    assert time.thread_time() - start < 0.5
 
 
 def test_a_check_of_ordinary_depth_is_finished() -> None:
