@@ -228,7 +228,7 @@ def test_an_idle_engine_beats_once_a_second(serve):
     peer.wait_for(Stats)
     at = time.monotonic()
     peer.wait_for(Stats)
-    assert 0.5 < time.monotonic() - at < 1.6
+    assert 0.5 < time.monotonic() - at < 3.0
 
 
 def test_a_broken_engine_says_nothing_and_the_error_leaves_run(path):

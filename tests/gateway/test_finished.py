@@ -71,9 +71,9 @@ def test_equal_items_are_found_as_json_schema_defines_equal(text: str, said: str
 
 def test_unique_items_of_mixed_types_are_judged_in_linear_time() -> None:
     mixed = json.dumps([*range(20_000), *map(str, range(20_000))])
-    start = time.perf_counter()
+    start = time.thread_time()
     assert complaint({"uniqueItems": True}, mixed) == ""
-    assert time.perf_counter() - start < 0.2
+    assert time.thread_time() - start < 0.5
 
 
 def test_a_number_beyond_floats_is_not_judged_instead_of_raising() -> None:

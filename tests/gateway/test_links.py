@@ -171,7 +171,7 @@ def test_a_killed_engine_ends_read_streams_at_once_and_runs_the_others_again(see
                 else:  # the last token left the engine before the signal came
                     assert (seen, len(tokens)) == (19, 20)
                     await until(lambda: link.hello is None)
-                assert time.monotonic() - killed < 0.5
+                assert time.monotonic() - killed < 1.0  # what is promised
                 assert tokens == letters(len(tokens))
                 assert link.hello is None
                 with pytest.raises(EngineLost):
