@@ -22,8 +22,8 @@ MARKS = Marks(
     joint="\n",
 )
 
-# A small model does not follow instructions about tools: SmolLM2-135M called none in any of six
-# wordings.  It does follow an example, so one turn shows the first tool being called.
+# SmolLM2-135M called no tool in any of ten wordings of instructions.  Of four forms of example this
+# one made it call: one turn that shows the first tool being called.
 # Each message is printed without looking at later ones, so a longer conversation starts with the
 # text of a shorter one.  A tool result is a user turn of its own for the same reason.
 TEMPLATE = r"""
