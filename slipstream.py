@@ -230,7 +230,7 @@ class Slipstream:
                     "SLIPSTREAM_MAX_MODEL_LEN.")
 @click.version_option(package_name="slipstream-serve")
 def cli() -> None:
-    """One server for agents: streamed tool calls that are always valid JSON, warm sessions.
+    """One server for agents: streamed tool calls held to their schema, warm sessions.
 
     \b
     First steps:

@@ -1,4 +1,4 @@
-"""Force one tool call and use its arguments: they are always valid JSON that fits the schema."""
+"""Force one tool call and use its arguments: valid JSON that fits the schema."""
 
 from __future__ import annotations
 
