@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DEFAULT_KV_BYTES = 1 << 30  # on a CPU: it shares its memory with everything else
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The cache's settings; `check` before use."""
 
-    kv_bytes: int = 1 << 30  # memory for K/V pages
+    kv_bytes: int | None = None  # memory for K/V pages; None = 1 GiB, on a GPU what is free
     blocks: int = 0  # size of the pool in blocks; 0 = as many as fit into kv_bytes
     pin_min_s: float = 10.0  # a tool call's pin lasts 3 x the session's usual gap, within these
     pin_max_s: float = 150.0
@@ -22,7 +24,7 @@ class CacheConfig:
         """Return itself; raise ValueError naming the first impossible setting."""
         if self.blocks < 0:
             raise _wrong("blocks", self.blocks, "it must be 0 (as many as fit) or more")
-        if not self.blocks and self.kv_bytes < 1:
+        if not self.blocks and self.kv_bytes is not None and self.kv_bytes < 1:
             raise _wrong("kv_bytes", self.kv_bytes, "it must be positive, or blocks be set")
         if not 0 < self.pin_min_s <= self.pin_max_s:
             raise _wrong("pin_min_s", self.pin_min_s, f"it must lie in (0, {self.pin_max_s:g}]")
@@ -37,12 +39,21 @@ class CacheConfig:
             raise _wrong("session_idle_s", self.session_idle_s, "it must be positive")
         return self
 
-    def pool_blocks(self, block_bytes: int) -> int:
-        """Blocks of `block_bytes` bytes in the pool; raise ValueError when not even one fits."""
-        count = self.blocks or self.kv_bytes // block_bytes
+    @property
+    def given(self) -> bool:
+        """Whether the operator chose the size: then nothing need be measured."""
+        return self.blocks > 0 or self.kv_bytes is not None
+
+    def pool_blocks(self, block_bytes: int, room: int = DEFAULT_KV_BYTES) -> int:
+        """Blocks of `block_bytes` bytes in the pool; `room` bytes are there when nothing is given.
+
+        Raise ValueError when not even one fits.
+        """
+        bytes_ = room if self.kv_bytes is None else self.kv_bytes
+        count = self.blocks or bytes_ // block_bytes
         if count < 1:
             raise ValueError(
-                f"cache.kv_bytes is {self.kv_bytes:,}, but one block of this model takes "
+                f"cache.kv_bytes is {bytes_:,}, but one block of this model takes "
                 f"{block_bytes:,} bytes. Start with --cache.kv-bytes {64 * block_bytes} or more."
             )
         return count

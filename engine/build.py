@@ -22,7 +22,7 @@ from cache.pages import Pages
 from cache.prefix import BLOCK
 from cache.sessions import SessionTable
 from engine.attention import BACKENDS
-from engine.config import BadConfig, EngineConfig
+from engine.config import BadConfig, ResolvedConfig
 from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
@@ -57,7 +57,7 @@ class Parts:
 
 
 def build(
-    config: EngineConfig,
+    config: ResolvedConfig,
     checkpoint: Checkpoint,
     head: DeviceDraft | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -96,7 +96,7 @@ def build(
     return Parts(
         hello=Hello(
             PROTOCOL, config.served_name or checkpoint.name, shape.vocab, usable, BLOCK, blocks,
-            list(checkpoint.stop_ids), VERSION,
+            list(checkpoint.stop_ids), VERSION, config.max_sequences, device.type,
         ),
         runner=runner,
         pool=pool,
@@ -122,7 +122,7 @@ def _keep_freed_memory() -> None:
         libc.mallopt(arena_max, 1)
 
 
-def _max_len(config: EngineConfig, trained: int) -> int:
+def _max_len(config: ResolvedConfig, trained: int) -> int:
     if config.max_len is None:
         return trained
     if config.max_len > trained:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import msgspec
 
 from cache.config import CacheConfig
 
 DTYPES = ("auto", "bfloat16", "float32", "float64")
+
+# What a device takes when nothing is said: (max_sequences, max_batch_tokens, mixed_tokens).  On a
+# CPU a step's time grows with its tokens; on a GPU up to about 128 rows are read-bound.
+DEFAULTS = {"cpu": (64, 512, 192), "cuda": (256, 2048, 512)}
 
 
 class BadConfig(ValueError):
@@ -20,11 +26,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
     served_name: str = ""  # the name that clients use; empty = the model's
     revision: str | None = None  # of a hub id
     dtype: str = "auto"  # weights and KV; auto = bfloat16
-    device: str = "auto"  # auto or cpu
+    device: str = "auto"  # auto (a GPU when torch sees one), cpu or cuda
+    gpu_memory_utilization: float = 0.9  # of the GPU's memory: weights, steps and KV together
     max_len: int | None = None  # tokens, prompt and output; None = the model's
-    max_sequences: int = 64  # running at the same time
-    max_batch_tokens: int = 512  # flat tokens of one step when nobody is decoding
-    mixed_tokens: int = 192  # prompt tokens of one step while others decode: bounds their gap
+    max_sequences: int | None = None  # running at the same time; None = by device, see DEFAULTS
+    max_batch_tokens: int | None = None  # flat tokens of one step when nobody is decoding; same
+    mixed_tokens: int | None = None  # prompt tokens of one step while others decode: their gap
     max_drafts: int = 8  # draft tokens a sequence and step
     threads: int | None = None  # torch's; None = all cores
     compile_threads: int = 1  # of the grammar pool
@@ -33,8 +40,19 @@ class EngineConfig(msgspec.Struct, frozen=True):
     stats_s: float = 0.25  # seconds between two Stats while busy
     heartbeat_s: float = 1.0  # seconds between two Stats while idle
 
-    def check(self) -> EngineConfig:
-        """Return self, or raise BadConfig."""
+    def resolved(self, kind: str) -> ResolvedConfig:
+        """The same for a device kind ("cpu" or "cuda"), nothing left open; raise BadConfig."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return ResolvedConfig(**fields | self._limits(kind)).check()
+
+    def _limits(self, kind: str) -> dict[str, int]:
+        given = (self.max_sequences, self.max_batch_tokens, self.mixed_tokens)
+        names = ("max_sequences", "max_batch_tokens", "mixed_tokens")
+        return {name: default if value is None else value
+                for name, value, default in zip(names, given, DEFAULTS[kind], strict=True)}
+
+    def check(self) -> Self:
+        """Return self, or raise BadConfig; what is left open must have a device that allows it."""
         if self.dtype == "float16":
             raise BadConfig(
                 "dtype float16 is not served: it overflows in some models and is the slowest type "
@@ -42,16 +60,46 @@ class EngineConfig(msgspec.Struct, frozen=True):
             )
         if self.dtype not in DTYPES:
             raise BadConfig(f"dtype {self.dtype!r} is not known; use one of {', '.join(DTYPES)}.")
-        for name in ("max_sequences", "max_batch_tokens", "mixed_tokens", "compile_threads"):
-            if getattr(self, name) < 1:
-                raise BadConfig(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.max_batch_tokens <= self.max_sequences:
+        if self.device != "auto" and self.device not in DEFAULTS:
             raise BadConfig(
-                f"max_batch_tokens {self.max_batch_tokens} cannot give {self.max_sequences} "
-                f"sequences a token each and a prompt one more; raise it above "
-                f"{self.max_sequences}, or lower max_sequences."
-            )
+                f"device {self.device!r} is not served; use auto, {', '.join(DEFAULTS)}.")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise BadConfig(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it is a "
+                            "share of the GPU's memory: above 0, at most 1.")
+        if self.compile_threads < 1:
+            raise BadConfig(f"compile_threads is {self.compile_threads}; it must be at least 1.")
+        self._check_limits()
         self.cache.check()
         if self.max_len is not None and self.max_len < 2:
             raise BadConfig(f"max_len is {self.max_len}; at least 2 tokens are needed.")
         return self
+
+    def _check_limits(self) -> None:
+        """Of `auto` only one device's defaults must fit: which it is, nobody knows yet."""
+        kinds = [self.device] if self.device in DEFAULTS else list(DEFAULTS)
+        problems = [_problem(**self._limits(kind)) for kind in kinds]
+        if all(problems):
+            raise BadConfig(problems[0])
+
+
+class ResolvedConfig(EngineConfig, frozen=True):
+    """An EngineConfig with every number filled in, as the engine uses it; see `resolved`."""
+
+    max_sequences: int = DEFAULTS["cpu"][0]
+    max_batch_tokens: int = DEFAULTS["cpu"][1]
+    mixed_tokens: int = DEFAULTS["cpu"][2]
+
+
+def _problem(max_sequences: int, max_batch_tokens: int, mixed_tokens: int) -> str:
+    """What is wrong with a step's limits; empty when nothing is."""
+    for name, value in (("max_sequences", max_sequences), ("max_batch_tokens", max_batch_tokens),
+                        ("mixed_tokens", mixed_tokens)):
+        if value < 1:
+            return f"{name} is {value}; it must be at least 1."
+    if max_batch_tokens <= max_sequences:
+        return (
+            f"max_batch_tokens {max_batch_tokens} cannot give {max_sequences} "
+            f"sequences a token each and a prompt one more; raise it above "
+            f"{max_sequences}, or lower max_sequences."
+        )
+    return ""

@@ -17,6 +17,7 @@ import cache.prefix as prefix
 from engine.accept import Accepted, accept
 from engine.admission import refusal
 from engine.build import build
+from engine.device import pick
 from engine.grammar.matcher import Compiled, GrammarRefused, State
 from engine.messages import (
     Abort,
@@ -79,6 +80,7 @@ class Engine:
 
         Raise BadConfig, BadCheckpoint or BadWeights.
         """
+        config = config.resolved(pick(config.device).type)
         parts = build(config, checkpoint, head, progress)
         self.config = config
         self.hello = parts.hello

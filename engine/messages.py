@@ -100,6 +100,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     blocks: int  # blocks in the pool
     stop_ids: list[int]
     version: str = ""
+    max_sequences: int = 0  # running at the same time; 0 = not told
+    device: str = ""  # cpu or cuda; empty = not told
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=11):

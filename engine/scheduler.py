@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cache.blocks import Block, BlockPool
     from cache.sessions import SessionTable
     from engine.accept import Accepted
-    from engine.config import EngineConfig
+    from engine.config import ResolvedConfig
     from engine.sequence import Sequence
 
 PATIENCE = 2000.0  # prompt tokens that one second of waiting is worth when prompts are ordered
@@ -58,7 +58,7 @@ class Scheduler:
 
     pool: BlockPool
     sessions: SessionTable
-    config: EngineConfig
+    config: ResolvedConfig
     lookahead: int = 0  # slots beyond the wanted tokens that a device draft writes
     waiting: list[Sequence] = field(default_factory=list)  # sorted by order
     paused: set[str] = field(default_factory=set)  # requests whose readers are behind

@@ -40,14 +40,6 @@ class EngineFacts(Protocol):
     def dtype(self) -> str:
         """Of weights and KV."""
 
-    @property
-    def device(self) -> str:
-        """Where it runs."""
-
-    @property
-    def max_sequences(self) -> int:
-        """Running at the same time."""
-
 
 class Boot:
     """The time line of a start: who took how long."""
@@ -97,8 +89,8 @@ def lines(
     return [
         boot,
         f"model  {gateway.model}: {served.architecture}, dtype {engine.dtype}, device "
-        f"{engine.device}, up to {hello.max_len:,} tokens a request",
-        f"KV     {kv_tokens:,} tokens in {hello.blocks:,} blocks; up to {engine.max_sequences} "
+        f"{hello.device}, up to {hello.max_len:,} tokens a request",
+        f"KV     {kv_tokens:,} tokens in {hello.blocks:,} blocks; up to {hello.max_sequences} "
         "sequences at the same time",
         f"tools  {gateway.prompts.note}",
         f"keys   {access(gateway.config)}",

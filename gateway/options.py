@@ -39,13 +39,18 @@ SHOWN = {
     "gateway.drain_delay_s": ("drain-delay", "Seconds of 503s before the listener closes."),
     "engine.max_len": ("max-model-len", "Tokens of prompt and output.  [default: the model's]"),
     "engine.dtype": ("dtype", "Weights and KV: auto, bfloat16, float32, float64."),
-    "engine.device": ("device", "auto, cpu or cuda."),
-    "engine.max_sequences": ("max-num-seqs", "Sequences that run at the same time."),
-    "engine.max_batch_tokens": ("max-num-batched-tokens", "Tokens of one step."),
+    "engine.device": ("device", "auto (a GPU when there is one), cpu or cuda."),
+    "engine.max_sequences": ("max-num-seqs",
+                             "Sequences at the same time.  [default: 64; GPU: 256]"),
+    "engine.max_batch_tokens": ("max-num-batched-tokens",
+                                "Tokens of one step.  [default: 512; GPU: 2048]"),
+    "engine.gpu_memory_utilization": ("gpu-memory-utilization",
+                                      "Share of the GPU's memory to use for everything."),
     "engine.prefix_caching": ("enable-prefix-caching", "Share the KV of equal prefixes."),
     "engine.revision": ("revision", "Branch, tag or commit of a hub id."),
     "engine.threads": ("threads", "CPU threads of the engine.  [default: all cores]"),
-    "cache.kv_bytes": ("kv-cache-memory-bytes", "Memory for K/V pages."),
+    "cache.kv_bytes": ("kv-cache-memory-bytes",
+                       "Bytes for K/V pages.  [default: 1 GiB; GPU: what is free]"),
 }
 
 
