@@ -1,11 +1,13 @@
 """Load a checkpoint's tensors under Hugging Face names.  Decides nothing about the model's shape.
 
 Names and shapes of all tensors are checked before the first is read; then each is read, dequantised
-and cast on its own, so memory beyond the result is a few megabytes a thread.
+and cast on its own, so memory beyond the result is a few megabytes a thread.  On a GPU, safetensors
+go there in pieces (engine/pinned.py) and the host never holds a whole tensor.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -21,14 +24,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine import pinned
 from engine.checkpoint import BadCheckpoint, Checkpoint, ModelConfig
 from engine.gguf_config import ROPE_TABLE
 from engine.gguf_file import GgufFile, GgufTensor, read_gguf
 
 TARGETS = (torch.bfloat16, torch.float32, torch.float64)
-STORED = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors types we read -> bytes
+STORED = {  # safetensors types we read
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}
 CHUNK = 1 << 18  # weights dequantised at a time: 1 MiB in fp32 stays in a core's cache
 THREADS = 4
+CPU = torch.device("cpu")
 # Written by other software though they follow from the config; an untied model expects its head.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 
@@ -55,7 +62,17 @@ class Stored:
     shape: tuple[int, ...]
     size: int  # bytes in the file
     file: str  # for messages
-    read: Callable[[torch.dtype], Tensor]
+    read: Callable[[torch.dtype], Tensor]  # to the CPU
+    place: Place | None = None  # where its values lie as they are; None = they must be made
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Values in a file."""
+
+    file: Path
+    offset: int  # bytes from the start of the file
+    dtype: torch.dtype
 
 
 def load(
@@ -63,10 +80,12 @@ def load(
     expected: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Tensor]:
-    """Exactly the `expected` tensors (name -> shape) in `dtype`, contiguous on the CPU.
+    """Exactly the `expected` tensors (name -> shape) in `dtype`, contiguous on `device`.
 
-    `progress(done, total)`, in bytes of the files, is called on this thread after each tensor.
+    `progress(done, total)`, in bytes of the files, is called on this thread after each tensor, or
+    after each piece on its way to a GPU.
     Values are those stored, rounded once; GGUF blocks are widened to fp32 first and rows of q and k
     put back in Hugging Face order.  Raises BadWeights naming the tensor and both shapes, or the
     file.
@@ -82,17 +101,72 @@ def load(
         else:
             found = _by_name(_in_safetensors(checkpoint, files))
         _compare(found, expected)
-        return _read([found[name] for name in expected], dtype, progress)
+        wanted = [found[name] for name in expected]
+        try:
+            if device.type == "cpu" or checkpoint.kind == "gguf":
+                return _read(wanted, dtype, progress, device)
+            return _streamed(wanted, dtype, progress, device)
+        except torch.OutOfMemoryError as error:
+            size = sum(math.prod(shape) for shape in expected.values()) * dtype.itemsize
+            raise MemoryError(
+                f"The weights need {size / 2**30:,.1f} GiB on {device}, which cannot be had. Free "
+                "the GPU (nvidia-smi shows who uses it), or choose a smaller model.") from error
+
+
+def _streamed(
+    wanted: list[Stored], dtype: torch.dtype, progress: Callable[[int, int], None] | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Through pinned buffers to a GPU."""
+    tensors = {stored.name: torch.empty(stored.shape, dtype=dtype, device=device)
+               for stored in wanted}
+    torch.cuda.synchronize(device)  # the lanes' streams do not wait for what used that memory
+    try:
+        stream(wanted, tensors, lambda size: pinned.CudaLane(size, device), progress)
+    finally:
+        if hasattr(torch.accelerator, "empty_host_cache"):  # newer than the oldest torch we run on
+            torch.accelerator.empty_host_cache()  # half a gigabyte of pinned buffers
+    return tensors
+
+
+def stream(
+    wanted: list[Stored],
+    tensors: Mapping[str, Tensor],
+    lane: Callable[[int], pinned.Lane],
+    progress: Callable[[int, int], None] | None = None,
+    readers: int = pinned.READERS,
+    piece: int = pinned.PIECE,
+) -> None:
+    """Fill `tensors` from the files through the lanes of several readers; see pinned.read."""
+    total, finished = sum(stored.size for stored in wanted), 0
+
+    def done(size: int) -> None:
+        nonlocal finished
+        finished += size
+        if progress is not None:
+            progress(finished, total)
+
+    sources = []
+    for stored in wanted:
+        assert stored.place is not None, f"{stored.name} must be made, not copied"
+        sources.append(pinned.Source(stored.name, stored.place.file, stored.place.offset,
+                                     stored.place.dtype, tensors[stored.name]))
+    try:
+        pinned.read(sources, lane, done, min(readers, os.cpu_count() or 1), piece)
+    except pinned.ReadFailed as error:
+        raise BadWeights(f"{error.source.name} cannot be read from {error.source.file.name}. "
+                         "Download the file again.") from error
 
 
 def _read(
-    wanted: list[Stored], dtype: torch.dtype, progress: Callable[[int, int], None] | None
+    wanted: list[Stored], dtype: torch.dtype, progress: Callable[[int, int], None] | None,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Read on a few threads, largest first so that no thread ends on a long one alone."""
     total, done = sum(stored.size for stored in wanted), 0
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-        queue = {pool.submit(stored.read, dtype): stored
+        queue = {pool.submit(_moved, stored.read, dtype, device): stored
                  for stored in sorted(wanted, key=lambda stored: -stored.size)}
         try:
             for future in as_completed(queue):
@@ -107,6 +181,13 @@ def _read(
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return {stored.name: tensors[stored.name] for stored in wanted}
+
+
+def _moved(
+    read: Callable[[torch.dtype], Tensor], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Moved by the thread that read it: finished tensors must not pile up on the host."""
+    return read(dtype).to(device)
 
 
 def _by_name(listed: Iterator[Stored]) -> dict[str, Stored]:
@@ -148,12 +229,30 @@ def _in_safetensors(checkpoint: Checkpoint, files: ExitStack) -> Iterator[Stored
         except (SafetensorError, OSError, ValueError) as error:
             raise BadWeights(f"{path.name} is not a sound safetensors file. "
                              "Download it again.") from error
+        starts = _starts(path)
         for name, (shape, kind) in shapes.items():
             if kind not in STORED:
                 raise BadWeights(f"{name} in {path.name} is stored as {kind}; "
                                  f"{', '.join(STORED)} are read. Choose the unquantised model.")
-            yield Stored(name, shape, math.prod(shape) * STORED[kind], path.name,
-                         partial(_copied, shard.get_tensor, name))
+            dtype = STORED[kind]
+            yield Stored(name, shape, math.prod(shape) * dtype.itemsize, path.name,
+                         partial(_copied, shard.get_tensor, name), Place(path, starts[name], dtype))
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Where each tensor's bytes begin in a file whose header the library has found sound.
+
+    A safetensors file is a little-endian u64, a JSON header of that many bytes, and the data that
+    the header's offsets count from; the library itself gives only whole tensors.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        return {name: 8 + length + entry["data_offsets"][0]
+                for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadWeights(f"{path.name} changed while it was read. Start again.") from error
 
 
 def _copied(read: Callable[[str], Tensor], name: str, dtype: torch.dtype) -> Tensor:
