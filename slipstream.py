@@ -18,6 +18,7 @@ import click
 
 from cache.config import CacheConfig
 from engine.config import EngineConfig
+from gateway import commands
 from gateway.config import GatewayConfig
 from gateway.options import SHOWN, Sections
 
@@ -354,34 +355,17 @@ def blocks(prompt: Path, other: Path | None, model: str) -> None:
     show_blocks(open_checkpoint(model).tokenizer_json, prompt.read_text(), before)
 
 
-@cli.command()
-@click.argument("what", type=click.Choice(["decode", "prefill", "gateway"]))
-@click.argument("model", default="smollm2")
-@click.option("--seconds", default=4.0, show_default=True, help="Of each measurement, about.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"),
-              show_default=True, help="Folder; one JSON line is added to a file there.")
-def bench(what: str, model: str, seconds: float, out: Path) -> None:
-    """Measure a layer beside its limit.
-
-    \b
-    Examples:
-      slipstream bench decode smollm2      ms a step, tok/s, % of what memory allows
-      slipstream bench prefill smollm2     tok/s by prompt length
-      slipstream bench gateway             HTTP and SSE over a scripted engine
-    """
+def _engine_bench(what: str, model: str, seconds: float, out: Path) -> None:
+    from engine import bench
+    from engine.checkpoint import open_checkpoint
     from gateway.poke import show_bench
 
-    if what == "gateway":
-        from gateway.bench import measure
-
-        show_bench(what, measure(seconds), out)
-        return
-    from engine.bench import decode, prefill
-    from engine.checkpoint import open_checkpoint
-
     config = _with_model(EngineConfig(model=""), model)
-    rows = (decode if what == "decode" else prefill)(config, open_checkpoint(model), seconds)
-    show_bench(what, rows, out)
+    measure = {"decode": bench.decode, "prefill": bench.prefill}[what]
+    show_bench(what, measure(config, open_checkpoint(model), seconds), out)
+
+
+cli.add_command(commands.bench(_engine_bench))
 
 
 def main() -> None:

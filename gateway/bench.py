@@ -19,6 +19,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from gateway import load
+from gateway.processes import cpu_s, resident
 
 Row = dict[str, object]  # what, value, unit, beside
 STREAMS, STEP_MS = 200, 20.0  # 200 streams of 50 tokens a second
@@ -118,19 +119,6 @@ def at_most(what: str, value: float, unit: str, target: float) -> Row:
 def _row(what: str, value: float, unit: str, target: str, met: bool) -> Row:
     return {"what": what, "value": value, "unit": unit,
             "beside": f"{target}: {'met' if met else 'missed'}"}
-
-
-def cpu_s(pid: int) -> tuple[float, float]:
-    """User and system CPU seconds of one process, without its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    tick = os.sysconf("SC_CLK_TCK")
-    return int(fields[11]) / tick, int(fields[12]) / tick
-
-
-def resident(pid: int) -> int:
-    """Resident bytes of one process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:

@@ -9,13 +9,19 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
 from cache.prefix import BLOCK, chain, root
+
+if TYPE_CHECKING:
+    from gateway.serve_bench import Load, Row
 
 
 def show_tokens(tokenizer_json: str, text: str) -> None:
@@ -70,11 +76,56 @@ def show_bench(name: str, rows: Iterable[Mapping[str, object]], folder: Path) ->
     for row in rows:
         kept.append(row)
         console.print(f"{row['what']:<58} {row['value']:>10,.2f} {row['unit']:<8} {row['beside']}")
+    _keep(name, folder, rows=kept)
+
+
+def _keep(name: str, folder: Path, **what: object) -> None:
+    """Add one JSON line to folder/name.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     line = {"bench": name, "commit": _commit(), "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "machine": platform.machine(), "cores": os.cpu_count(), "rows": kept}
+            "machine": platform.machine(), "cores": os.cpu_count(), **what}
     with (folder / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def show_serve(load: Load, rows: Iterable[Row], folder: Path) -> None:
+    """Print a table of `bench serve`, one column for each number of clients; keep all of it."""
+    measured = []
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    for row in rows:
+        measured.append(msgspec.to_builtins(row))
+        console.print(f"{row.clients} clients: {row.output_tok_s:,.0f} tok/s")
+        if row.errors:
+            console.print(f"{row.errors} errors, the first: {row.first_error}")
+    what = f"{load.model}, {load.endpoint}: {load.input} in, {load.output} out"
+    table = Table(what, box=None)
+    for one in measured:
+        table.add_column(f"{one['clients']} clients", justify="right")
+    for field, title in _SERVE_ROWS.items():
+        table.add_row(title, *(_cell(one[field]) for one in measured))
+    console.print(table)
+    asked = {field: value for field, value in asdict(load).items() if field != "headers"}
+    _keep("serve", folder, load=asked, rows=measured)
+
+
+_SERVE_ROWS = {  # field of gateway/serve_bench.py's Row -> title
+    "requests": "requests", "errors": "errors",
+    "output_tok_s": "output tok/s", "total_tok_s": "total tok/s",
+    "ttft_p50_ms": "TTFT p50, ms", "ttft_p99_ms": "TTFT p99, ms",
+    "tpot_mean_ms": "TPOT mean, ms", "tpot_p50_ms": "TPOT p50, ms",
+    "itl_p99_ms": "ITL p99, ms", "gap_p99_ms": "gap between reads p99, ms",
+    "cached_share": "cached share of prompts",
+    "server_cpu_ms": "server CPU, ms a token", "server_rss_mb": "server RSS, MB",
+    "client_cpu_us": "client CPU, us an event", "client_busy": "busiest client process",
+}
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return str(value)
 
 
 def _commit() -> str:

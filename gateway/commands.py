@@ -1,0 +1,126 @@
+"""The options of `slipstream bench`: decode, prefill, gateway, serve.  Measures nothing itself."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _folder(command: Command) -> Command:
+    return click.option(
+        "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench"),
+        show_default=True, help="Folder; one JSON line is added to a file there.",
+    )(command)
+
+
+def timed(command: Command) -> Command:
+    """The options of every bench that takes its time."""
+    return click.option("--seconds", default=4.0, show_default=True,
+                        help="Of each measurement, about.")(_folder(command))
+
+
+def bench(engine: Callable[[str, str, float, Path], None]) -> click.Group:
+    """The group; `engine(what, model, seconds, out)` measures a model: gateway/ runs none."""
+
+    @click.group()
+    def bench() -> None:
+        """Measure a layer beside its limit, or any server by its clients.
+
+        \b
+        Examples:
+          slipstream bench decode smollm2      ms a step, tok/s, % of what memory allows
+          slipstream bench prefill smollm2     tok/s by prompt length
+          slipstream bench gateway             HTTP and SSE over a scripted engine
+          slipstream bench serve --model smollm2 --clients 1,32    any OpenAI-compatible server
+        """
+
+    @bench.command()
+    @click.argument("model", default="smollm2")
+    @timed
+    def decode(model: str, seconds: float, out: Path) -> None:
+        """MODEL's ms a step and tok/s, beside what memory allows."""
+        engine("decode", model, seconds, out)
+
+    @bench.command()
+    @click.argument("model", default="smollm2")
+    @timed
+    def prefill(model: str, seconds: float, out: Path) -> None:
+        """MODEL's tok/s by prompt length, beside the arithmetic roof."""
+        engine("prefill", model, seconds, out)
+
+    bench.add_command(gateway)
+    bench.add_command(serve)
+    return bench
+
+
+@click.command()
+@timed
+def gateway(seconds: float, out: Path) -> None:
+    """HTTP and SSE over a scripted engine, beside targets."""
+    from gateway.bench import measure
+    from gateway.poke import show_bench
+
+    show_bench("gateway", measure(seconds), out)
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    try:
+        numbers = [int(one) for one in value.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter("give whole numbers above zero, with commas between them.")
+    return numbers
+
+
+@click.command()
+@click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="The server.")
+@click.option("--model", required=True, help="Its name for the model.")
+@click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions",
+              show_default=True, help="Exact prompts of token ids, or messages of words.")
+@click.option("--clients", callback=_numbers, default="1,32,200", show_default=True,
+              help="At once, one row each.")
+@click.option("--input", "input_", default=512, show_default=True, help="Tokens of a prompt.")
+@click.option("--output", default=128, show_default=True, help="Tokens of an answer, at most.")
+@click.option("--requests", default=0, help="Of one row.  [default: 10 a client, at least 16]")
+@click.option("--warmup", type=int, help="Requests before each row.  [default: one a client]")
+@click.option("--ignore-eos", is_flag=True, help="Let no end token cut an answer.")
+@click.option("--temperature", default=0.0, show_default=True)
+@click.option("--ids", nargs=2, type=int, default=(1000, 30_000), show_default=True,
+              help="Lowest and highest token id of a prompt: no control tokens between them.")
+@click.option("--seed", type=int, help="Of the prompts.  [default: new ones, in no cache]")
+@click.option("--processes", type=int, help="Client processes.  [default: half the cores, 8 most]")
+@click.option("--row-seconds", default=600.0, show_default=True,
+              help="No request of a row begins later.")
+@click.option("--server-pid", type=int, help="Measure this process and its descendants.")
+@click.option("--api-key", envvar="SLIPSTREAM_API_KEY", default="", help="Sent as a bearer token.")
+@_folder
+def serve(
+    base_url: str, clients: list[int], input_: int, requests: int, warmup: int | None,
+    seed: int | None, processes: int | None, row_seconds: float, server_pid: int | None,
+    api_key: str, out: Path, **same: Any,
+) -> None:
+    """A server, by streaming clients that each send their next request after the last.
+
+    \b
+    Example:
+      slipstream bench serve --model smollm2 --clients 1,32 --ignore-eos --server-pid 4711
+    """
+    from gateway import serve_bench
+    from gateway.poke import show_serve
+
+    load = serve_bench.Load(
+        base_url, input=input_, seed=secrets.randbits(32) if seed is None else seed,
+        issue_s=row_seconds, headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        **same,
+    )
+    workers = processes or serve_bench.default_processes()
+    rows = serve_bench.measure(load, clients, requests, workers,
+                               server_pid=server_pid, warmup=warmup)
+    show_serve(load, rows, out)
