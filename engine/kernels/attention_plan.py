@@ -1,0 +1,92 @@
+"""Cut a step's rows into work items for the attention kernels, in numpy.  Touches no device.
+
+Two lists, because the two kernels divide the work differently:
+
+    short rows (1 .. SHORT tokens)    tiles of `tile` tokens x splits of the context
+    chunks     (more than SHORT)      tiles of `tile` tokens, each over its whole context
+
+The kernels read positions and counts from the device, so `starts` and `counts` here may be upper
+bounds: a step that is planned before the host has seen how many drafts the one before it accepted
+passes the largest start that is possible, and items beyond the truth do nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHORT = 16  # tokens of a row up to which it is short
+LINES = 16  # query lines of a short tile: the smallest matrix product of a tensor core
+TILES = 16  # tiles that a short row can have: one token each when a KV head has 16 query heads
+
+Ints = NDArray[np.int32]
+
+
+def short_tile(group: int) -> int:
+    """Tokens a short tile holds when `group` query heads share a KV head."""
+    assert 1 <= group <= LINES, f"{group} query heads a KV head; the tile has {LINES} lines"
+    return LINES // group
+
+
+def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int) -> int:
+    """Write the items of all short rows into `items` [2, W]; return how many.
+
+    Item i is split items[1, i] of tile items[0, i] % TILES of row items[0, i] // TILES.  Splits cut
+    the context at multiples of `split` positions; those of one tile lie side by side, from 0
+    upwards, which the kernel relies on to find its neighbours' partial results.  Rows with a count
+    of 0 or above SHORT get no items.  `starts` and `counts` are [S].
+    """
+    rows = np.flatnonzero((counts > 0) & (counts <= SHORT))
+    tokens = counts[rows]
+    tiles = -(-tokens // tile)
+    place = np.zeros_like(tiles)
+    if tiles.size and tiles.max() > 1:
+        rows, tokens = np.repeat(rows, tiles), np.repeat(tokens, tiles)
+        place = _places(tiles)
+    last = starts[rows] + np.minimum(tokens, (place + 1) * tile) - 1
+    splits = last // split + 1
+    total = int(splits.sum())
+    assert total <= items.shape[1], f"{total} short items, room for {items.shape[1]}"
+    items[0, :total] = np.repeat(rows * TILES + place, splits)
+    items[1, :total] = _places(splits)
+    return total
+
+
+def fill_chunks(starts: Ints, counts: Ints, items: Ints, *, tile: int) -> int:
+    """Write the items of all chunks into `items` [2, C]; return how many.
+
+    Item i is the `tile` tokens of row items[0, i] from its token items[1, i] on.  Those with the
+    longest context come first, so that the short ones fill the gaps at the end.
+    """
+    rows = np.flatnonzero(counts > SHORT)
+    if not rows.size:
+        return 0
+    tiles = -(-counts[rows] // tile)
+    rows = np.repeat(rows, tiles)
+    begins = _places(tiles) * tile
+    order = np.argsort(-(starts[rows] + begins), kind="stable")
+    total = rows.size
+    assert total <= items.shape[1], f"{total} chunk items, room for {items.shape[1]}"
+    items[0, :total] = rows[order]
+    items[1, :total] = begins[order]
+    return total
+
+
+def most_short_items(rows: int, tokens: int, max_len: int, *, tile: int, split: int) -> int:
+    """An upper bound of short items: `rows` rows of at most `tokens` tokens, up to `max_len`."""
+    return rows * -(-min(tokens, SHORT) // tile) * -(-max_len // split)
+
+
+def most_chunk_items(rows: int, tokens: int, *, tile: int) -> int:
+    """An upper bound of chunk items: `tokens` flat tokens in at most `rows` rows."""
+    rows = min(rows, tokens // (SHORT + 1))
+    # Each row's last tile may be nearly empty; the others are full.
+    return 0 if rows == 0 else (tokens - rows) // tile + rows
+
+
+def _places(runs: Ints) -> Ints:
+    """0 .. n - 1 for each n of `runs`, end to end."""
+    ends = np.cumsum(runs, dtype=np.int32)
+    places = np.arange(ends[-1] if ends.size else 0, dtype=np.int32)
+    places -= np.repeat(ends - runs, runs)
+    return places
