@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from engine.scheduler import Row
+    from engine.plan import Row
+    from engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Batch:
     tables: list[list[int]]  # [S] block ids that hold positions 0 .. start + count - 1
     logit_rows: torch.Tensor  # [R] int64: flat tokens whose logits are wanted
     logit_counts: list[int]  # [S] how many of those belong to a row (0 for a chunk in the middle)
+    origins: tuple[tuple[int, Sequence], ...] = ()  # flat tokens that are still zero: the device
+    # alone knows them, as the newest of these sequences
 
 
 def pack(rows: list[Row], size: int, device: torch.device) -> Batch:
@@ -32,13 +35,24 @@ def pack(rows: list[Row], size: int, device: torch.device) -> Batch:
     slots: list[int] = []
     logit_rows: list[int] = []
     tables: list[list[int]] = []
+    origins: list[tuple[int, Sequence]] = []
     for row in rows:
         seq, start, stop = row.seq, row.start, row.start + row.count
-        tokens += seq.tokens[start:stop]
-        tokens += seq.draft[: row.drafts]
-        positions += range(start, stop)
+        if row.pending:
+            origins.append((len(tokens), seq))
+            tokens.append(0)
+        elif row.count == 1:
+            tokens.append(seq.tokens[start])
+        else:
+            tokens += seq.tokens[start:stop]
+            tokens += row.draft
         ids = [block.id for block in seq.blocks[: -(-stop // size)]]
-        slots += [ids[p // size] * size + p % size for p in range(start, stop)]
+        if row.count == 1:
+            positions.append(start)
+            slots.append(ids[-1] * size + start % size)
+        else:
+            positions += range(start, stop)
+            slots += [ids[p // size] * size + p % size for p in range(start, stop)]
         tables.append(ids)
         if row.last:
             logit_rows += range(len(tokens) - row.drafts - 1, len(tokens))
@@ -51,4 +65,5 @@ def pack(rows: list[Row], size: int, device: torch.device) -> Batch:
         tables=tables,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         logit_counts=[row.drafts + 1 if row.last else 0 for row in rows],
+        origins=tuple(origins),
     )

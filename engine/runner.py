@@ -2,8 +2,9 @@
 
     launch(forward) -> supply(masks) -> settle -> collect(depth)
 
-The phases are separate so that a GPU can run ahead of the host: on the CPU `collect(0)` returns
-the step just launched.  What a step draws and drafts is read by the host only through `collect`.
+The phases are separate so that a GPU can run ahead of the host.  What a step draws and drafts is
+read by the host only through `collect`; between the launch and there, the newest token of a
+sequence exists on the device alone, and the next step reads it there (`Row.pending`).
 """
 
 from __future__ import annotations
@@ -11,45 +12,106 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch, pack
 from engine.proposer import DeviceDraft, Features
-from engine.sampling import Sampled, SampleRow, sample
+from engine.sampling import SampleRow, sample
 
 if TYPE_CHECKING:
     from cache.pages import Pages
     from engine.attention import Attention
+    from engine.messages import TokenLogprobs
     from engine.models import Hidden, Model
-    from engine.scheduler import Plan, Row
+    from engine.plan import Plan, Row
+    from engine.sequence import Sequence
 
 
-@dataclass(slots=True)
+class StepTooLarge(Exception):
+    """A plan that the device's buffers cannot hold; the loop plans a smaller one."""
+
+
+@dataclass
 class Flight:
-    """One step between launch and commit."""
+    """One step between launch and commit; all but the plan is there once `collect` returns it."""
 
     plan: Plan
-    batch: Batch
-    hidden: Hidden
-    masks: Tensor | None = None  # int32 [R, ceil(vocab / 32)], or None when no row has a grammar
-    sampled: Sampled | None = None
-    drafts: list[list[int]] = field(default_factory=list)  # a chain per row of the plan
+    drawn: list[list[int]] = field(default_factory=list)  # a row's drafts + 1; empty for a chunk
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # flat over `drawn`;
+    # empty when no row asked
+    drafts: list[list[int]] = field(default_factory=list)  # a chain a row; empty without a draft
 
-    def drawn(self) -> list[list[int]]:
-        """The target's tokens of each row, one more than its drafts; empty for chunks."""
-        assert self.sampled is not None, "a flight was read before it was settled"
-        tokens, begin, found = self.sampled.tokens, 0, []
-        for count in self.batch.logit_counts:
-            found.append(tokens[begin : begin + count])
-            begin += count
-        return found
+
+class StepRunner(Protocol):
+    """What the loop asks of a device.  One thread calls; the device runs what it gets in order.
+
+    Each plan goes through launch, perhaps supply, settle, collect, and is settled before the next
+    one is launched.  With depth 1 the next one may be launched before this one is collected.
+    """
+
+    @property
+    def depth(self) -> int:
+        """Steps that may fly while the next one is launched: 0, or 1."""
+
+    @property
+    def lookahead(self) -> int:
+        """Slots that a sequence needs beyond its wanted tokens: a device draft writes ahead."""
+
+    @property
+    def keeps_history(self) -> bool:
+        """Penalties count tokens on the device; else their rows settle after the last commit."""
+
+    def launch(self, plan: Plan) -> Flight:
+        """Copy `plan.copies`, clear `plan.fresh`, start the forward pass.
+
+        Everything that is read of a `Sequence` is read here, or taken from the `Row`: the step
+        before may be committed, and change it, between this call and `settle`.
+
+        A row with `pending` computes the token that the newest settled step drew for its sequence.
+        Raise OutOfMemoryError or StepTooLarge: then the plan does not fly, but its copies and
+        clears are done (they allocate nothing, and cannot be repeated).
+        """
+
+    def supply(self, flight: Flight, masks: Tensor, masked: list[int]) -> None:
+        """Hand over grammar masks; called only when some row of the plan has one.
+
+        `masks` is int32 [R, ceil(vocab / 32)] on the CPU, a row for each token of `drawn` in order;
+        only the rows in `masked` forbid anything.  They are overwritten by the next step's.
+        """
+
+    def settle(self, flight: Flight) -> None:
+        """Draw every wanted row's token; keep it for the next launch; draft.
+
+        Raise OutOfMemoryError: then the flight is forgotten, as if it had not been launched.
+        """
+
+    def collect(self, depth: int) -> list[Flight]:
+        """Flights but the newest `depth`, results on the host, oldest first; waits for them."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence is gone for good; a flight may still have a row of it, which is wasted."""
+
+
+@dataclass
+class CpuFlight(Flight):
+    """What the CPU keeps of a step between its phases."""
+
+    batch: Batch = field(kw_only=True)
+    hidden: Hidden = field(kw_only=True)
+    masks: Tensor | None = None
 
 
 class Runner:
-    """Runs plans on one model with one pool of pages."""
+    """Runs plans on one model with one pool of pages, on the CPU.
+
+    With depth 1 it works as a device does: the next step is launched before the host has seen what
+    this one drew, and finds the newest tokens in a store of its own.
+    """
+
+    keeps_history = False
 
     def __init__(
         self,
@@ -59,11 +121,14 @@ class Runner:
         device: torch.device,
         head: DeviceDraft | None = None,
         max_drafts: int = 0,
+        depth: int = 0,
     ) -> None:
         self.model, self.pages, self.attention, self.device = model, pages, attention, device
         self.head = head
         self.max_drafts = max_drafts
-        self._flights: deque[Flight] = deque()
+        self.depth = 0 if head is not None else depth  # a chain hangs on the newest token
+        self._flights: deque[CpuFlight] = deque()
+        self._last: dict[Sequence, int] = {}  # the newest token of each; empty at depth 0
         if head is not None:
             head.reserve(pages.blocks, pages.size, pages.data.dtype, device)
 
@@ -74,7 +139,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
-        """Start the forward pass of a plan."""
+        """Run the forward pass of a plan."""
         for source, target in plan.copies:
             self.pages.copy(source, target)
             if self.head is not None:
@@ -83,36 +148,58 @@ class Runner:
             # A block's stale tail is masked, but masked times NaN is NaN: hand out clean pages.
             self.pages.clear(plan.fresh)
         batch = pack(plan.rows, self.pages.size, self.device)
+        for flat, seq in batch.origins:
+            batch.tokens[flat] = self._last[seq]
         self.attention.prepare(batch)
         hidden = self.model.forward(batch, self.pages.data, self.attention)
-        flight = Flight(plan, batch, hidden)
+        flight = CpuFlight(plan, batch=batch, hidden=hidden)
         self._flights.append(flight)
         return flight
 
-    def supply(self, flight: Flight, masks: Tensor | None) -> None:
-        """Hand over what the host computed while the forward pass ran."""
+    def supply(self, flight: Flight, masks: Tensor, masked: list[int]) -> None:
+        """Keep the masks for settle, which reads them at once."""
+        assert isinstance(flight, CpuFlight)
         flight.masks = masks
 
-    @torch.inference_mode()
     def settle(self, flight: Flight) -> None:
         """Draw every wanted row's token; let the device draft consume and guess."""
-        rows = [row for share in flight.plan.rows if share.last for row in _sample_rows(share)]
-        if rows:
-            wanted = flight.hidden.last.index_select(0, flight.batch.logit_rows)
-            flight.sampled = sample(self.model.logits(wanted), rows, flight.masks)
-        else:
-            flight.sampled = Sampled([], [], [])
-        if self.head is not None:
-            flight.drafts = self._draft(self.head, flight)
+        assert isinstance(flight, CpuFlight)
+        try:
+            self._settle(flight)
+        except BaseException:
+            self._flights.remove(flight)
+            raise
 
     def collect(self, depth: int) -> list[Flight]:
         """Flights that are at least `depth` steps old, results on the host, oldest first."""
-        ready = []
+        ready: list[Flight] = []
         while len(self._flights) > depth:
             ready.append(self._flights.popleft())
         return ready
 
-    def _draft(self, head: DeviceDraft, flight: Flight) -> list[list[int]]:
+    def forget(self, seq: Sequence) -> None:
+        """Drop its newest token."""
+        self._last.pop(seq, None)
+
+    @torch.inference_mode()
+    def _settle(self, flight: CpuFlight) -> None:
+        shares = flight.plan.rows
+        rows = [row for share in shares if share.last for row in _sample_rows(share)]
+        if rows:
+            wanted = flight.hidden.last.index_select(0, flight.batch.logit_rows)
+            sampled = sample(self.model.logits(wanted), rows, flight.masks)
+            flight.drawn = _split(sampled.tokens, flight.batch.logit_counts)
+            flight.logprobs = sampled.logprobs
+        else:
+            flight.drawn = [[] for _ in shares]
+        if self.depth:
+            for share, drawn in zip(shares, flight.drawn, strict=True):
+                if share.last and not share.seq.gone:
+                    self._last[share.seq] = max(drawn[matched(share.draft, drawn)], 0)
+        if self.head is not None:
+            flight.drafts = self._draft(self.head, flight)
+
+    def _draft(self, head: DeviceDraft, flight: CpuFlight) -> list[list[int]]:
         """Extend the draft on this step's true features, then guess `max_drafts` tokens a row."""
         assert flight.hidden.taps is not None, "the model was built without the draft's taps"
         features = _features(flight, self.pages.size, self.max_drafts)
@@ -126,7 +213,16 @@ class Runner:
         return [chain[:limit] for chain, limit in zip(chains, limits, strict=True)]
 
 
-def matched(draft: list[int], drawn: list[int]) -> int:
+def _split(tokens: list[int], counts: list[int]) -> list[list[int]]:
+    """Cut a flat list into pieces of these lengths."""
+    found, begin = [], 0
+    for count in counts:
+        found.append(tokens[begin : begin + count])
+        begin += count
+    return found
+
+
+def matched(draft: tuple[int, ...], drawn: list[int]) -> int:
     """How many draft tokens the target drew too: the device's half of engine/accept.py."""
     count = 0
     while count < len(draft) and draft[count] == drawn[count]:
@@ -140,18 +236,18 @@ def _sample_rows(share: Row) -> list[SampleRow]:
     return [
         SampleRow(
             sampling=seq.sampling,
-            position=len(seq.tokens) + i,
+            position=share.position + i,
             choice=seq.index,
-            generated=seq.generated + i,
+            generated=share.position - seq.prompt_len + i,
             stop_ids=seq.submit.stop_ids,
             history=seq.history,
-            drafted=seq.draft[:i],
+            drafted=share.draft[:i],
         )
         for i in range(share.drafts + 1)
     ]
 
 
-def _features(flight: Flight, size: int, max_drafts: int) -> Features:
+def _features(flight: CpuFlight, size: int, max_drafts: int) -> Features:
     """The rows whose features are true: whole chunks, and the accepted part of verified rows."""
     rows: list[int] = []
     tokens: list[int] = []
@@ -159,11 +255,11 @@ def _features(flight: Flight, size: int, max_drafts: int) -> Features:
     slots: list[int] = []
     starts, counts, tables, last, limits = [], [], [], [], []
     begin = 0
-    for share, drawn in zip(flight.plan.rows, flight.drawn(), strict=True):
+    for share, drawn in zip(flight.plan.rows, flight.drawn, strict=True):
         seq, right = share.seq, 0
         if share.last:
-            right = matched(seq.draft[: share.drafts], drawn)
-            known = [*seq.tokens, *seq.draft[:right], max(drawn[right], 0)]
+            right = matched(share.draft, drawn)
+            known = [*seq.tokens, *share.draft[:right], max(drawn[right], 0)]
         else:
             known = seq.tokens
         count = share.count - (share.drafts - right)

@@ -6,6 +6,12 @@ never stall them; among prompts the shorter one goes first unless the longer one
 (rank).  When blocks run out the youngest sequence is preempted: it keeps its tokens, loses its
 blocks, and comes back through the cache.
 
+A plan may be made while the step before still flies (engine/runner.py): it starts behind what that
+one computes and counts the tokens that it draws.  Blocks that a commit frees meanwhile can be
+handed out at once, as the device runs its steps in order: whatever the flight still writes there
+comes before the new owner's first write.  Only preemption needs exact state: a sequence that flies
+is never preempted, the plan is left `short`, and the next one has to wait for the flight.
+
 Continuous batching: Yu et al., Orca (2022).  Chunked prefill: Agrawal et al., Sarathi (2023).
 """
 
@@ -13,9 +19,11 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cache.blocks import OutOfBlocks
+from engine.plan import Plan, Row
 
 if TYPE_CHECKING:
     from cache.blocks import Block, BlockPool
@@ -24,32 +32,8 @@ if TYPE_CHECKING:
     from engine.config import ResolvedConfig
     from engine.sequence import Sequence
 
+_order = attrgetter("order")
 PATIENCE = 2000.0  # prompt tokens that one second of waiting is worth when prompts are ordered
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's share of a step."""
-
-    seq: Sequence
-    start: int  # position of the first token computed
-    count: int
-    drafts: int  # how many of them are guesses, at the end; > 0 only when the row is `last`
-    last: bool  # the row reaches the newest token: it gives at least one new token
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one step computes."""
-
-    rows: list[Row]
-    fresh: list[int]  # ids of blocks that were handed out for it: their pages hold nothing of value
-    copies: list[tuple[int, int]]  # (from, to) block ids to copy first: forks
-
-    @property
-    def tokens(self) -> int:
-        """Flat tokens of the step."""
-        return sum(row.count for row in self.rows)
 
 
 @dataclass(slots=True)
@@ -63,27 +47,32 @@ class Scheduler:
     waiting: list[Sequence] = field(default_factory=list)  # sorted by order
     paused: set[str] = field(default_factory=set)  # requests whose readers are behind
     running: list[Sequence] = field(default_factory=list)  # sorted by order
+    living: dict[str, list[Sequence]] = field(default_factory=dict)  # by request, forks to come too
+    short: bool = False  # the last plan lacked blocks that only flying sequences could give
     preemptions: int = 0
+    wasted: int = 0  # rows that were computed for sequences which had ended meanwhile
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0
     _fresh: list[int] = field(default_factory=list)
     _copies: list[tuple[int, int]] = field(default_factory=list)
+    _held: bool = False  # the next plan admits nobody
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence."""
-        bisect.insort(self.waiting, seq, key=_order)
+    def add(self, choices: list[Sequence]) -> None:
+        """Queue a request: the first choice, with the others to fork from it."""
+        first, *first.siblings = choices
+        self.living[first.submit.id] = list(choices)
+        self._queue(first)
 
     def find(self, request: str, index: int = -1) -> list[Sequence]:
         """Living sequences of a request (one choice when `index` >= 0), forks to come included."""
-        found = []
-        for seq in (*self.running, *self.waiting):
-            if seq.submit.id == request:
-                found += [s for s in (seq, *seq.siblings) if index in (-1, s.index)]
-        return found
+        return [s for s in self.living.get(request, ()) if index in (-1, s.index)]
+
+    def _queue(self, seq: Sequence) -> None:
+        bisect.insort(self.waiting, seq, key=_order)
 
     def pause(self, request: str) -> None:
         """Give the request no rows until it is taken out of `paused`; unknown ones are ignored."""
-        if self.find(request):
+        if request in self.living:
             self.paused.add(request)
 
     def lookup(self, root: bytes, tokens: list[int]) -> int:
@@ -108,24 +97,29 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Choose this step's rows; take their blocks; preempt the youngest when there are none."""
+        self.short = False
         rows: list[Row] = []
-        active = [seq for seq in self.running if seq.submit.id not in self.paused]
-        decoders = [seq for seq in active if seq.decoding]
-        prefills = [seq for seq in active if not seq.decoding]
+        decoders, prefills = self._split()
         prompts = self.config.max_batch_tokens
         if decoders:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
             prompts = min(prompts - len(decoders), self.config.mixed_tokens)
             held = prompts if prefills or self.waiting else 0
             spare = self.config.max_batch_tokens - len(decoders) - held
+            preempted = self.preemptions
             for left, seq in zip(range(len(decoders), 0, -1), decoders, strict=True):
-                if seq in self.running and (row := self._row(seq, 1 + spare // left, rows)):
+                if self.preemptions != preempted and seq not in self.running:
+                    continue
+                budget = 1 + spare // left if seq.draft else 1
+                if row := self._row(seq, budget, rows):
                     rows.append(row)
-                    spare -= row.drafts
+                    spare -= len(row.draft)
         for seq in prefills:
-            if seq in self.running and prompts > 0 and (row := self._row(seq, prompts, rows)):
+            if prompts > 0 and seq in self.running and (row := self._row(seq, prompts, rows)):
                 rows.append(row)
                 prompts -= row.count
+        if self._held:
+            prompts, self._held = 0, False
         while prompts > 0 and (admitted := self._admit()):
             if row := self._row(admitted, prompts, rows):
                 rows.append(row)
@@ -133,41 +127,72 @@ class Scheduler:
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
         return Plan(rows, fresh, copies)
 
+    def _split(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that decode and those with more to compute, of the first `max_sequences` active."""
+        decoders: list[Sequence] = []
+        prefills: list[Sequence] = []
+        paused = self.paused
+        room = self.config.max_sequences
+        for seq in self.running:
+            if paused and seq.submit.id in paused:
+                continue
+            if not room:  # others took the slots of some that were paused, and these are back
+                break
+            room -= 1
+            pending = seq.pending
+            if pending and pending >= seq.remaining:
+                continue  # what flies draws its last token
+            if len(seq.tokens) + pending - seq.computed - seq.flying == 1:
+                decoders.append(seq)
+            else:
+                prefills.append(seq)
+        return decoders, prefills
+
     def _row(self, seq: Sequence, budget: int, rows: list[Row]) -> Row | None:
         """This sequence's share, with blocks behind it; None when it has to wait."""
-        count = min(seq.want, budget)
-        while True:
-            wanted = self._blocks_for(seq.computed + count + self.lookahead)
-            need = wanted - len(seq.blocks)
-            if need <= 0:
-                break
+        start, known = seq.computed + seq.flying, len(seq.tokens) + seq.pending
+        count = min(known + len(seq.draft) - start, budget)
+        size, held = self.pool.size, len(seq.blocks)
+        while (need := -(-(start + count + self.lookahead) // size) - held) > 0:
             try:
                 taken = self.pool.take(need)
             except OutOfBlocks:
                 if seq.draft:
                     seq.drop_draft()
-                    count = min(seq.want, budget)
-                    continue
-                if not self._make_room(seq, rows):
+                    count = min(known - start, budget)
+                elif not self._make_room(seq, rows):
                     return None
                 continue
             seq.blocks += taken
             self._fresh += [block.id for block in taken]
-        last = seq.computed + count >= len(seq.tokens)
-        drafts = seq.computed + count - len(seq.tokens) if last else 0
-        return Row(seq, seq.computed, count, drafts, last)
+            break
+        drafts = start + count - known
+        last = drafts >= 0
+        draft = tuple(seq.draft[:drafts]) if drafts > 0 else ()
+        row = Row(seq, start, count, last, seq.pending > 0, draft)
+        seq.flying += count
+        seq.pending += last
+        return row
 
     def _make_room(self, seq: Sequence, rows: list[Row]) -> bool:
-        """Preempt the youngest sequence that has no row yet; False when that was `seq` itself."""
+        """Preempt the youngest sequence that has no row yet; False when that was `seq` itself.
+
+        Also False, and the plan is `short`, when the youngest flies: its state is not exact.
+        """
         planned = {row.seq.key for row in rows}
         for victim in reversed(self.running):
-            if victim.key not in planned:
-                self.preempt(victim)
-                return victim is not seq
+            if victim.key in planned:
+                continue
+            if victim.flying:
+                self.short = True
+                return False
+            self.preempt(victim)
+            return victim is not seq
         return False
 
     def preempt(self, seq: Sequence) -> None:
         """Take the blocks away; the sequence keeps its tokens and is computed again later."""
+        assert not seq.flying, f"{seq.key} is preempted while {seq.flying} of its tokens fly"
         self.running.remove(seq)
         self._keep_tail(seq)
         self._release(seq)
@@ -176,10 +201,18 @@ class Scheduler:
         seq.keys = []
         seq.preempted += 1
         self.preemptions += 1
-        self.add(seq)
+        self._queue(seq)
+
+    def retreat(self) -> None:
+        """A step was too large for the device: make the next plan smaller.  Nothing may fly."""
+        if len(self.running) > 1:
+            self.preempt(self.running[-1])
+        self._held = True
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence to the running ones if its tokens find room."""
+        if not self.waiting:
+            return None
         ready = (seq for seq in self.waiting if seq.submit.id not in self.paused)
         seq = next(ready, None)
         if seq is None or self.active >= self.config.max_sequences:
@@ -214,13 +247,20 @@ class Scheduler:
     @property
     def active(self) -> int:
         """Running sequences that are not paused: those that hold a slot of the batch."""
+        if not self.paused:
+            return len(self.running)
         return sum(seq.submit.id not in self.paused for seq in self.running)
 
     def _reclaim(self) -> None:
         """Somebody waits for blocks: the youngest paused sequence lends its own."""
+        if not self.paused:
+            return
         for seq in reversed(self.running):
             if seq.submit.id in self.paused:
-                self.preempt(seq)
+                if seq.flying:
+                    self.short = True
+                else:
+                    self.preempt(seq)
                 return
 
     def _match(self, seq: Sequence) -> list[Block]:
@@ -236,20 +276,32 @@ class Scheduler:
     def commit(self, row: Row, accepted: Accepted | None) -> None:
         """Book a row's result: `accepted` of a last row, None for a chunk in mid-prompt."""
         seq = row.seq
+        assert not seq.gone, f"a result of {seq.key} is booked after its end"
+        seq.flying -= row.count
         if accepted is None:
             seq.computed = row.start + row.count
             self._publish(seq)
             return
+        seq.pending -= 1
         before = len(seq.tokens)
         seq.tokens += accepted.tokens
         # The newest token's KV does not exist yet: the step that reads it writes it.
         seq.computed = min(before + accepted.matched, len(seq.tokens) - 1)
-        seq.drafted += row.drafts
-        seq.accepted += accepted.matched
-        seq.drop_draft()
-        self._publish(seq)
-        self._fork(seq)
+        if row.draft:
+            seq.drafted += len(row.draft)
+            seq.accepted += accepted.matched
+            seq.drop_draft()
+        if (len(seq.keys) + 1) * self.pool.size <= seq.computed:
+            self._publish(seq)
+        if seq.siblings:
+            self._fork(seq)
         seq.finish = accepted.finish
+
+    def cancel(self, plan: Plan) -> None:
+        """The plan did not fly: its rows are wanted as before.  Its copies and clears are done."""
+        for row in plan.rows:
+            row.seq.flying -= row.count
+            row.seq.pending -= row.last
 
     def _publish(self, seq: Sequence) -> None:
         """Give every block that is full of committed tokens its key: others can share it."""
@@ -277,7 +329,7 @@ class Scheduler:
             except OutOfBlocks:
                 own = []
             if not own:  # it comes through the queue, and through the cache
-                self.add(fork)
+                self._queue(fork)
                 continue
             self.pool.share(seq.blocks[:shared])
             fork.blocks = [*seq.blocks[:shared], *own]
@@ -288,27 +340,30 @@ class Scheduler:
 
     def drop(self, seq: Sequence) -> None:
         """Take a sequence out, wherever it is; its full blocks stay cached."""
+        choices = self.living[seq.submit.id]
+        choices.remove(seq)
+        if not choices:
+            del self.living[seq.submit.id]
+            self.paused.discard(seq.submit.id)
+        seq.gone = True
         if seq in self.running:
             self.running.remove(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
         else:
-            self._drop_sibling(seq)
+            for leader in choices:
+                if seq in leader.siblings:
+                    leader.siblings.remove(seq)
             return
         if seq.siblings:  # the leader goes: the next choice becomes the leader
             fork, *fork.siblings = seq.siblings
             fork.cached = seq.cached
             seq.siblings = []
-            self.add(fork)
+            self._queue(fork)
         self._keep_tail(seq)
         if seq.keys:  # without a session too: what several use is nobody's own
             self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys) + 1])
         self._release(seq)
-
-    def _drop_sibling(self, seq: Sequence) -> None:
-        for leader in (*self.running, *self.waiting):
-            if seq in leader.siblings:
-                leader.siblings.remove(seq)
 
     def _keep_tail(self, seq: Sequence) -> None:
         """Let the block that is not full be found too: the next turn goes on in its middle."""
@@ -331,10 +386,15 @@ class Scheduler:
         assert held >= self.pool.used, f"{self.pool.used} blocks in use, sequences hold {held}"
         for seq in self.waiting:
             assert not seq.blocks, f"waiting sequence {seq.key} holds {len(seq.blocks)} blocks"
+            assert not seq.flying and not seq.pending, f"{seq.key} waits and flies"
         for seq in self.running:
-            assert self._blocks_for(seq.computed) <= len(seq.blocks), f"{seq.key} lacks blocks"
-            assert seq.computed < len(seq.tokens), f"{seq.key} computed more than it has"
-
-
-def _order(seq: Sequence) -> tuple[int, float, int]:
-    return seq.order
+            start = seq.computed + seq.flying
+            assert self._blocks_for(start) <= len(seq.blocks), f"{seq.key} lacks blocks"
+            assert start < seq.known and seq.computed < len(seq.tokens), f"{seq.key} is ahead"
+            assert 0 <= seq.pending <= seq.flying, f"{seq.key} draws what it does not compute"
+        there = [s for seq in (*self.running, *self.waiting) for s in (seq, *seq.siblings)]
+        known = [seq for choices in self.living.values() for seq in choices]
+        assert set(map(id, there)) == set(map(id, known)), "a living sequence is lost"
+        assert len(there) == len(known), "a sequence is in two places"
+        assert not any(seq.gone for seq in known), "a sequence lives after its end"
+        assert self.paused <= self.living.keys(), "an ended request is paused"

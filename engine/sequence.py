@@ -1,10 +1,12 @@
 """One choice of one request while it lives: its tokens, its KV, its draft.  Decides nothing.
 
-    tokens  0 ..... computed ..... len(tokens) | draft
-            KV exists        KV wanted this step and next
+    tokens  0 ..... computed ..... computed + flying ..... len(tokens) + pending | draft
+            KV exists        a launched step      KV wanted next
+                             computes it
 
 `want` is the one rule of the scheduler: prompt, prefix hit, chunk, decode, verification and resume
-after preemption differ only in how far `computed` lags behind.
+after preemption differ only in how far `computed` lags behind.  Between the launch of a step and
+its commit the host does not know what it drew: those tokens are `pending`, and count as there.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ class Sequence:
     grammar: State | None = None
     history: History | None = None
     computed: int = 0
+    flying: int = 0  # tokens whose KV a launched, uncommitted step computes
+    pending: int = 0  # tokens that such steps will draw: only the device knows them
+    gone: bool = False  # dropped: finished, aborted or failed; what still flies for it is wasted
     draft: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the blocks that are full and committed
@@ -44,26 +49,22 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0  # times
-    deadline_s: float | None = None  # monotonic
+    # Read for every row of every step, so made once.
     stop_ids: frozenset[int] = field(init=False)
+    key: tuple[str, int] = field(init=False)  # request id and choice: unique among the living
+    prompt_len: int = field(init=False)  # tokens
+    order: tuple[int, float, int] = field(init=False)  # who goes first; from the end, who yields
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.submit.stop_ids)
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Request id and choice: unique among living sequences."""
-        return self.submit.id, self.index
+        self.key = self.submit.id, self.index
+        self.prompt_len = len(self.submit.prompt)
+        self.order = self.submit.priority, self.rank, self.index
 
     @property
     def sampling(self) -> Sampling:
         """The request's sampling parameters."""
         return self.submit.sampling
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.submit.prompt)
 
     @property
     def generated(self) -> int:
@@ -76,19 +77,19 @@ class Sequence:
         return self.submit.max_tokens - self.generated
 
     @property
+    def known(self) -> int:
+        """Tokens that the device will know when the launched steps are done."""
+        return len(self.tokens) + self.pending
+
+    @property
     def want(self) -> int:
         """Tokens to compute until the next one can be drawn and every draft is verified."""
-        return len(self.tokens) + len(self.draft) - self.computed
+        return self.known + len(self.draft) - self.computed - self.flying
 
     @property
     def decoding(self) -> bool:
         """All but the newest token have their KV: a step gives this sequence at least one token."""
-        return len(self.tokens) - self.computed == 1
-
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """Sort key: who goes first, and (from the end) who is preempted first."""
-        return self.submit.priority, self.rank, self.index
+        return self.known - self.computed - self.flying == 1
 
     def end(self) -> End:
         """What may end it inside an accepted run."""

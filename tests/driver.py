@@ -9,18 +9,22 @@ from cache.config import CacheConfig
 from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
 from engine.loop import Engine
-from engine.messages import Failed, Out, Refused, Step, Submit
+from engine.messages import Failed, Out, Refused, Step, Submit, ToGateway
 
 Answers = dict[tuple[str, int], list[int]]
 
 
-def make(folder: Path, *, blocks: int = 256, drafts=None, head=None, **settings) -> Engine:
-    """An fp64 engine on a tiny checkpoint."""
+def make(
+    folder: Path, *, blocks: int = 256, drafts=None, head=None, depth: int = 0, **settings
+) -> Engine:
+    """An fp64 engine on a tiny checkpoint; `depth` steps may fly while the next is launched."""
     settings.setdefault("max_sequences", min(64, settings.get("max_batch_tokens", 512) - 1))
     config = EngineConfig(
         model=str(folder), dtype="float64", threads=1, cache=CacheConfig(blocks=blocks), **settings
     )
-    return Engine(config, open_checkpoint(str(folder)), drafts=drafts, head=head)
+    engine = Engine(config, open_checkpoint(str(folder)), drafts=drafts, head=head)
+    engine.runner.depth = depth if head is None else 0
+    return engine
 
 
 class Run:
@@ -40,7 +44,10 @@ class Run:
         return self
 
     def step(self) -> None:
-        for message in self.engine.step():
+        self.take(self.engine.step())
+
+    def take(self, replies: list[ToGateway]) -> None:
+        for message in replies:
             match message:
                 case Step(outs=outs):
                     for out in outs:
@@ -66,9 +73,11 @@ class Run:
             self.engine.wait(5.0)
             self.step()
             if disturb is not None:
+                self.take(self.engine.drain())
                 disturb(self.engine, number)
                 self.engine.scheduler.check()
-            if not self.engine.busy and not self.engine._compiling and self.engine.inbox.empty():
+            compiling = self.engine.intake.compiling
+            if not self.engine.busy and not compiling and self.engine.inbox.empty():
                 return self
         raise AssertionError(f"not done after {limit} steps")
 

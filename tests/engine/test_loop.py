@@ -72,7 +72,7 @@ def test_ten_thousand_random_aborts_leave_the_pool_full(folder):
     run.drain()
     assert engine.pool.used == 0
     assert engine.pool.free_count + engine.pool.cached == engine.pool.total
-    assert not engine._arrived and not engine._compiling
+    assert not engine.intake.arrived and not engine.intake.compiling
     assert answers(engine, Submit("after", prompt(200), 20, GREEDY))["after", 0]
 
 
@@ -117,7 +117,7 @@ def test_what_can_never_run_is_refused_and_nothing_is_kept(folder, bad, code):
     run = Run(engine).put(Submit(**fields)).drain()
     assert run.refused["r"].code == code
     assert len(run.refused["r"].message) > 20
-    assert not engine._arrived and engine.pool.used == 0
+    assert not engine.intake.arrived and engine.pool.used == 0
 
 
 def test_an_id_that_is_running_is_refused_and_the_first_goes_on(folder):
@@ -171,8 +171,9 @@ def test_short_prompts_pass_long_ones_but_nobody_waits_for_ever(folder):
     run.step()
     old = engine.scheduler.find("old")[0]
     new = Submit("new", prompt(8, 6), 2, GREEDY)
-    engine._arrived["new"] = old.arrival_s + 1.0  # a second later: longer than the prompt is worth
-    engine._start(new, None)
+    # A second later: longer than the prompt is worth.
+    engine.intake.arrived["new"] = old.arrival_s + 1.0
+    engine.intake._start(new, None)
     assert engine.scheduler.find("old")[0].order < engine.scheduler.find("new")[0].order
     run.drain()
 
@@ -225,7 +226,7 @@ def test_a_failing_choice_takes_its_request_along_and_nothing_else(folder, monke
     run = Run(engine).put(bad, Submit("good", prompt(9, 2), 30, GREEDY)).drain()
     assert run.failed["bad"].code == "grammar_failed"
     assert run.finish(("good", 0)) == "length" and engine.pool.used == 0
-    assert not engine._arrived
+    assert not engine.intake.arrived
 
 
 def test_a_grammar_that_breaks_the_compiler_is_refused(folder, monkeypatch):
@@ -236,7 +237,7 @@ def test_a_grammar_that_breaks_the_compiler_is_refused(folder, monkeypatch):
 
     monkeypatch.setattr(engine._compiler, "_compile", panic)
     run = Run(engine).put(Submit("r", [1], 4, grammar=Grammar('start: "a"'))).drain()
-    assert run.refused["r"].code == "grammar_failed" and not engine._arrived
+    assert run.refused["r"].code == "grammar_failed" and not engine.intake.arrived
 
 
 def test_a_known_grammar_does_not_wait_for_the_pool(folder):
@@ -244,7 +245,7 @@ def test_a_known_grammar_does_not_wait_for_the_pool(folder):
     answers(engine, Submit("a", prompt(5), 4, GREEDY, grammar=JSON))
     run = Run(engine).put(Submit("b", prompt(5), 4, GREEDY, grammar=JSON))
     run.step()
-    assert run.tokens["b", 0] and not engine._compiling
+    assert run.tokens["b", 0] and not engine.intake.compiling
     run.drain()
 
 

@@ -1,0 +1,46 @@
+"""What one step computes: a Plan of Rows.  Decides nothing; see scheduler.py for that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from engine.sequence import Sequence
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's share of a step, fixed when it is planned: the sequence itself moves on."""
+
+    seq: Sequence
+    start: int  # position of the first token computed
+    count: int
+    last: bool  # the row reaches the newest token: it gives at least one new token
+    pending: bool = False  # that newest token is its only one, and still on the device alone
+    draft: tuple[int, ...] = ()  # guesses, at the end; only when the row is `last`
+
+    @property
+    def drafts(self) -> int:
+        """How many guesses."""
+        return len(self.draft)
+
+    @property
+    def position(self) -> int:
+        """Where the first token that a `last` row draws will stand."""
+        return self.start + self.count - len(self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step computes."""
+
+    rows: list[Row]
+    fresh: list[int]  # ids of blocks that were handed out for it: their pages hold nothing of value
+    copies: list[tuple[int, int]]  # (from, to) block ids to copy first, in order: forks
+
+    @property
+    def tokens(self) -> int:
+        """Flat tokens of the step."""
+        return sum(row.count for row in self.rows)
