@@ -29,6 +29,7 @@ from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
 from engine.runner import Runner
 from engine.threads import Threads, cores
+from engine.timeline import Timeline
 from engine.weights import load
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def build(
     checkpoint: Checkpoint,
     head: DeviceDraft | None = None,
     progress: Callable[[int, int], None] | None = None,
+    timeline: Timeline | None = None,
 ) -> Parts:
     """Load and allocate; raise BadConfig, BadWeights or MemoryError, with nothing left behind."""
     config.check()
@@ -71,13 +73,16 @@ def build(
     dtype = DTYPES[config.dtype]
     threads = Threads(config.threads or len(cores()), torch.set_num_threads)
     kind = family(checkpoint.architecture)
+    timeline = timeline or Timeline()
     with ThreadPoolExecutor(1) as side:
         compiler = side.submit(
-            Compiler, checkpoint.tokenizer_json, shape.vocab, checkpoint.stop_ids,
-            config.compile_threads,
+            timeline.run, "grammar", Compiler, checkpoint.tokenizer_json, shape.vocab,
+            checkpoint.stop_ids, config.compile_threads,
         )
-        weights = load(checkpoint, kind.expected(shape), dtype, progress)
-        model = kind(shape, weights, max_len, head.taps if head is not None else ())
+        weights = timeline.run(
+            "weights", load, checkpoint, kind.expected(shape), dtype, progress, device)
+        with timeline.span("model"):
+            model = kind(shape, weights, max_len, head.taps if head is not None else ())
         block_bytes = Pages.bytes_per_block(
             shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype
         )

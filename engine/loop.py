@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.plan import Plan, Row
     from engine.runner import Flight
     from engine.sequence import Sequence
+    from engine.timeline import Timeline
 
 log = logging.getLogger("engine.loop")
 
@@ -52,13 +53,14 @@ class Engine:
         drafts: HostDrafts | None = None,
         head: DeviceDraft | None = None,
         progress: Callable[[int, int], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Load the model and make everything; `progress(done, total)` counts its tensors.
 
-        Raise BadConfig, BadCheckpoint or BadWeights.
+        `timeline` gets a span for each part.  Raise BadConfig, BadCheckpoint or BadWeights.
         """
         config = config.resolved(pick(config.device).type)
-        parts = build(config, checkpoint, head, progress)
+        parts = build(config, checkpoint, head, progress, timeline)
         self.config = config
         self.hello = parts.hello
         self.runner: StepRunner = parts.runner

@@ -43,6 +43,7 @@ from engine.messages import (
     to_engine,
 )
 from engine.progress import shown
+from engine.timeline import Timeline
 
 log = logging.getLogger("engine.server")
 
@@ -293,12 +294,16 @@ def command(config: EngineConfig) -> tuple[list[str], dict[str, str]]:
     )
 
 
-def make(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
-    """The engine that serves this model; loads torch and the weights."""
-    from engine.loop import Engine  # late: scripted engines and the gateway's process need no torch
-
+def make(
+    config: EngineConfig, checkpoint: Checkpoint, timeline: Timeline | None = None
+) -> Stepping:
+    """The engine that serves this model; loads torch and the weights, logs who took how long."""
+    timeline = timeline or Timeline()
+    with timeline.span("torch"):  # late: scripted engines and the gateway's process need none
+        from engine.loop import Engine
     with shown() as progress:
-        engine: Stepping = Engine(config, checkpoint, progress=progress)
+        engine: Stepping = Engine(config, checkpoint, progress=progress, timeline=timeline)
+    log.info("engine is ready\n%s", timeline.table())
     return engine
 
 
@@ -307,11 +312,12 @@ def main() -> int:
     parser = arguments(argparse.ArgumentParser(prog="engine.server", description=__doc__))
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     given = parser.parse_args()
-
+    timeline = Timeline.of_process()
     config = msgspec.json.decode(given.config, type=EngineConfig)
 
     def build() -> Stepping:
-        return make(config, open_checkpoint(config.model, config.revision))
+        checkpoint = timeline.run("tokenizer", open_checkpoint, config.model, config.revision)
+        return make(config, checkpoint, timeline)
 
     return launch(build, given.socket, given.parent)
 

@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+Work = ParamSpec("Work")
+Result = TypeVar("Result")
 
 SHOWN_S = 0.005  # an overlap or a gap shorter than this is not worth a word
 NOBODY = "(nobody)"
@@ -65,6 +69,13 @@ class Timeline:
         finally:
             with self._lock:
                 self._spans[place] = Span(name, begun.start, self._now())
+
+    def run(
+        self, name: str, work: Callable[Work, Result], *args: Work.args, **kwargs: Work.kwargs
+    ) -> Result:
+        """What `work` returns; `name` owns its time."""
+        with self.span(name):
+            return work(*args, **kwargs)
 
     def spans(self) -> list[Span]:
         """All so far, the earliest start first."""
