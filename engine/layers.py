@@ -53,6 +53,16 @@ def _pack(weight: Tensor) -> Tensor | None:
     return packed
 
 
+def join_gate(parts: list[Tensor], *, paired: bool) -> Tensor:
+    """Gate and up projection as one: gate above up, or their rows in turns when `paired`.
+
+    A kernel's tile of paired rows holds both halves of what it multiplies (engine/kernels/).
+    """
+    if not paired:
+        return torch.cat(parts)
+    return torch.stack(parts, dim=1).flatten(0, 1)
+
+
 def rotary_frequencies(config: ModelConfig) -> Tensor:
     """[head_dim / 2] float64 angles a position, after the checkpoint's scaling rule.
 

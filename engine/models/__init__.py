@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     from engine.attention import Attention
     from engine.batch import Batch
+    from engine.layers import Linear
     from engine.model_config import ModelConfig
+    from engine.ops import Ops
 
 MODELS = {"LlamaForCausalLM": "engine.models.llama:Llama"}
 
@@ -22,14 +24,22 @@ MODELS = {"LlamaForCausalLM": "engine.models.llama:Llama"}
 class Model(Protocol):
     """A decoder over a flat token axis."""
 
+    norm: Tensor  # [hidden] gain of the norm before the head
+    head: Linear  # [vocab, hidden]
+
     def __init__(
         self,
         config: ModelConfig,
         weights: dict[str, Tensor],
         max_len: int,
         taps: tuple[int, ...] = (),
+        paired: bool = False,
     ) -> None:
-        """Take the tensors that `expected` named; positions go up to `max_len`."""
+        """Take the tensors that `expected` named; positions go up to `max_len`.
+
+        `taps` are the layers whose outputs a device draft reads; `paired` lays gate and up
+        projections out for fused kernels (engine/layers.py), after which only `run` works.
+        """
 
     @staticmethod
     def expected(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -38,12 +48,18 @@ class Model(Protocol):
     def forward(self, batch: Batch, pages: Tensor, attention: Attention) -> Hidden:
         """Run all layers; writes KV into `pages` [layers, blocks, 2, size, kv_heads, head_dim]."""
 
+    def run(self, ops: Ops) -> Hidden:
+        """The same over a device's own operations."""
+
     def logits(self, rows: Tensor) -> Tensor:
-        """[R, hidden] final states to [R, vocab] logits."""
+        """[R, hidden] of `Hidden.last` to [R, vocab] logits, in torch."""
 
 
 class Hidden:
-    """Final states [N, hidden], and the tapped layers' outputs concatenated [N, taps * hidden]."""
+    """The last layer's output [N, hidden], not yet normed: only the rows that draw need that.
+
+    And the tapped layers' outputs side by side, [N, taps * hidden].
+    """
 
     __slots__ = ("last", "taps")
 

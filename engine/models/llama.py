@@ -8,20 +8,24 @@ Touvron et al., LLaMA (2023): pre-norm with RMSNorm, rotary positions, SwiGLU, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import Linear, rotary_tables, rotate
+from engine.layers import Linear, join_gate, rotary_tables
 from engine.models import Hidden
+from engine.ops import TorchOps
 
 if TYPE_CHECKING:
     from engine.attention import Attention
     from engine.batch import Batch
     from engine.checkpoint import ModelConfig
+    from engine.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,14 @@ class Llama:
         weights: dict[str, Tensor],
         max_len: int,
         taps: tuple[int, ...] = (),
+        paired: bool = False,
     ) -> None:
         self.config = config
         self.taps = taps
         self.embedding = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
         self.head = Linear(self.embedding if config.tied else weights["lm_head.weight"])
-        self.layers = [_layer(weights, i) for i in range(config.layers)]
+        self.layers = [_layer(weights, i, paired) for i in range(config.layers)]
         dtype, device = self.embedding.dtype, self.embedding.device
         cos, sin = rotary_tables(config, max_len, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
@@ -88,57 +93,47 @@ class Llama:
         return shapes
 
     def forward(self, batch: Batch, pages: Tensor, attention: Attention) -> Hidden:
-        """Run all layers over the flat tokens; writes their KV.  See the Model protocol."""
-        config = self.config
-        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        rotated = (heads + kv_heads) * dim
-        x = F.embedding(batch.tokens, self.embedding)
-        cos = self.cos.index_select(0, batch.positions)
-        sin = self.sin.index_select(0, batch.positions)
+        """Run all layers in torch; see the Model protocol."""
+        return self.run(TorchOps(self.config, batch, pages, attention, self.cos, self.sin))
+
+    def run(self, ops: Ops) -> Hidden:
+        """Run all layers on a device's operations; see the Model protocol."""
+        eps = self.config.rms_eps
+        x = ops.embed(self.embedding)
         tapped: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            normed = F.rms_norm(x, x.shape[-1:], layer.attention_norm, config.rms_eps)
-            qkv = layer.qkv(normed)
-            turned = rotate(qkv[:, :rotated].view(-1, heads + kv_heads, dim), cos, sin)
-            values = qkv[:, rotated:].view(-1, kv_heads, dim)
-            mixed = attention.run(turned[:, :heads], turned[:, heads:], values, pages[i])
-            x = x + layer.out(mixed)
-            normed = F.rms_norm(x, x.shape[-1:], layer.mlp_norm, config.rms_eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate).mul_(up))
+            mixed = ops.attend(i, ops.norm(x, layer.attention_norm, eps), layer.qkv)
+            x = ops.add(x, mixed, layer.out)
+            inner = ops.gated(ops.norm(x, layer.mlp_norm, eps), layer.gate_up)
+            x = ops.add(x, inner, layer.down)
             if i in self.taps:
-                tapped.append(x)
-        last = F.rms_norm(x, x.shape[-1:], self.norm, config.rms_eps)
-        return Hidden(last, torch.cat(tapped, dim=-1) if tapped else None)
+                tapped.append(ops.keep(x))
+        return Hidden(x, torch.cat(tapped, dim=-1) if tapped else None)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """[R, hidden] to [R, vocab]."""
-        return self.head(rows)
+        """See the Model protocol."""
+        return self.head(F.rms_norm(rows, rows.shape[-1:], self.norm, self.config.rms_eps))
 
 
-def _layer(weights: dict[str, Tensor], i: int) -> _Layer:
+def _layer(weights: dict[str, Tensor], i: int, paired: bool) -> _Layer:
     """Take a layer's tensors out of `weights` and join those that share an input."""
     at = f"model.layers.{i}."
 
-    def joined(kind: str, *names: str) -> Tensor | None:
+    def take(kind: str, *names: str) -> list[Tensor] | None:
         parts = [weights.pop(f"{at}{name}.{kind}", None) for name in names]
-        if any(part is None for part in parts):
-            return None
-        return torch.cat([part for part in parts if part is not None])
+        found = [part for part in parts if part is not None]
+        return found if len(found) == len(names) else None
 
-    def norm(name: str) -> Tensor:
-        return weights.pop(f"{at}{name}.weight")
-
-    def linear(*names: str) -> Linear:
-        weight = joined("weight", *names)
+    def linear(join: Callable[[list[Tensor]], Tensor], *names: str) -> Linear:
+        weight, bias = take("weight", *names), take("bias", *names)
         assert weight is not None, f"layer {i} lacks one of {names}; the loader checks this"
-        return Linear(weight, joined("bias", *names))
+        return Linear(join(weight), None if bias is None else join(bias))
 
     return _Layer(
-        attention_norm=norm("input_layernorm"),
-        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out=linear("self_attn.o_proj"),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+        attention_norm=weights.pop(f"{at}input_layernorm.weight"),
+        qkv=linear(torch.cat, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out=linear(torch.cat, "self_attn.o_proj"),
+        mlp_norm=weights.pop(f"{at}post_attention_layernorm.weight"),
+        gate_up=linear(partial(join_gate, paired=paired), "mlp.gate_proj", "mlp.up_proj"),
+        down=linear(torch.cat, "mlp.down_proj"),
     )
