@@ -49,12 +49,13 @@ class CacheConfig:
 
         Raise ValueError when not even one fits.
         """
-        bytes_ = room if self.kv_bytes is None else self.kv_bytes
-        count = self.blocks or bytes_ // block_bytes
+        given = self.kv_bytes
+        count = self.blocks or (room if given is None else given) // block_bytes
         if count < 1:
+            has = f"{room:,} bytes are left" if given is None else f"cache.kv_bytes is {given:,}"
             raise ValueError(
-                f"cache.kv_bytes is {bytes_:,}, but one block of this model takes "
-                f"{block_bytes:,} bytes. Start with --cache.kv-bytes {64 * block_bytes} or more."
+                f"{has}, but one block of this model takes {block_bytes:,} bytes. Start with "
+                f"--cache.kv-bytes {64 * block_bytes} or more."
             )
         return count
 

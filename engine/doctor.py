@@ -21,12 +21,16 @@ LIBRARIES = ("tokenizers", "llguidance", "safetensors", "msgspec", "starlette", 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 PORT = 8000
 NEEDS_GB = 2.0
+DRIVER = Path("/proc/driver/nvidia/version")
+COMPILERS = ("gcc", "clang")  # one of them builds the stubs through which Triton launches
 
 
 def report(model: str) -> Iterator[Row]:
     """Every finding, one after the other; nothing raises."""
     yield "Python", f"{platform.python_version()} on {platform.platform()}", True
     yield _torch()
+    yield from _gpus()
+    yield _triton()
     for library in LIBRARIES:
         yield _library(library)
     yield _cpu()
@@ -41,9 +45,75 @@ def _torch() -> Row:
         return "torch", "not installed: pip install torch", False
     import torch  # late: takes seconds, and everything else works without
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = ", ".join(gpus) or "no GPU (CPU is served)"
-    return "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {found}", True
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return "torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {build}", True
+
+
+def _gpus() -> Iterator[Row]:
+    """A row for each GPU that torch sees, or one that says why there is none."""
+    driver = _driver()
+    count = 0
+    if importlib.util.find_spec("torch") is not None:
+        import torch  # late, as above
+
+        count = torch.cuda.device_count()
+    for number in range(count):
+        try:
+            free, total = torch.cuda.mem_get_info(number)
+            major, minor = torch.cuda.get_device_capability(number)
+            name = torch.cuda.get_device_name(number)
+        except RuntimeError as error:  # a GPU that is lost, or held by one process alone
+            yield f"GPU {number}", f"cannot be used: {str(error).splitlines()[0]:.200}", False
+            continue
+        yield (f"GPU {number}", f"{name}, compute capability {major}.{minor}, {free / 1e9:.1f} GB "
+               f"free of {total / 1e9:.1f} GB, driver {driver or 'unknown'}", True)
+    if not count:
+        found = f"driver {driver} is loaded, but torch sees no GPU; CPU is served" if driver else (
+            "none: CPU is served")
+        yield "GPU", found, True
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module; empty without one."""
+    try:
+        words = DRIVER.read_text().partition("\n")[0].split()
+    except OSError:
+        return ""
+    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+
+
+def _triton() -> Row:
+    """Its version, its compiler, and how warm its cache is: a first start compiles every kernel."""
+    needed = False
+    if importlib.util.find_spec("torch") is not None:
+        import torch  # late, as above
+
+        needed = torch.cuda.is_available()
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "triton", "not installed" + (": pip install triton" if needed else
+                                            " (only a GPU needs it)"), not needed
+    compiler = os.environ.get("CC") or next(filter(shutil.which, COMPILERS), "")
+    cache, writable = _triton_cache()
+    lacks = "" if compiler else f", no C compiler ({', '.join(COMPILERS)}): install one"
+    return "triton", f"{version}, {cache}{lacks}", not needed or (bool(compiler) and writable)
+
+
+def _triton_cache() -> tuple[str, bool]:
+    """What Triton's cache of compiled kernels holds, and whether it can grow."""
+    home = os.environ.get("TRITON_HOME", "~")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", f"{home}/.triton/cache")).expanduser()
+    there = folder
+    while not there.exists():
+        there = there.parent
+    writable = os.access(there, os.W_OK)
+    state = "" if writable else ", not writable: set TRITON_CACHE_DIR"
+    if there != folder:
+        return f"cache {folder} is empty: the first start compiles{state}", writable
+    sizes = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
+    return (f"cache {folder}: {sum(1 for _ in folder.glob('*'))} entries, "
+            f"{sum(sizes) / 1e6:.1f} MB{state}", writable)
 
 
 def _library(name: str) -> Row:

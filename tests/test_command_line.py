@@ -76,6 +76,18 @@ def test_every_field_of_the_configs_is_an_option_with_an_environment_twin():
         assert hasattr(slipstream.SETTINGS.defaults[section], field), f"{flag} sets no field"
 
 
+def test_what_follows_the_device_is_open_until_the_device_is_known():
+    said = run("serve", "m", "--print-config", SLIPSTREAM_GPU_MEMORY_UTILIZATION="0.8")
+    assert setting(said, "--gpu-memory-utilization") == ["0.8", "environment"]
+    for flag in ("--max-num-seqs", "--max-num-batched-tokens", "--engine.mixed-tokens",
+                 "--kv-cache-memory-bytes"):
+        assert setting(said, flag) == ["None", "default"]
+    text = re.sub(r"\s+", " ", run("serve", "--help").output)
+    assert "[default: 64; GPU: 256]" in text
+    assert "[default: 512; GPU: 2048]" in text
+    assert "[default: 0.9]" in text
+
+
 def test_the_tool_call_layout_and_the_chat_template_are_settings_like_the_others(tmp_path):
     template = tmp_path / "chat.jinja"
     template.write_text("x")
@@ -168,6 +180,7 @@ def test_a_taken_port_ends_with_98_before_anything_is_loaded():
     [
         (["serve", "smolm2", "--port", "0"], "Did you mean smollm2?"),
         (["serve", "m", "--port", "0", "--dtype", "float16"], "bfloat16"),
+        (["serve", "m", "--port", "0", "--gpu-memory-utilization", "90"], "at most 1"),
         (["serve", "m", "--port", "99999"], "port is 99,999"),
         (["serve", "m", "--port", "0", "--chat-template", "no.jinja"], "does not exist"),
         (["tokens", "x", "--model", "nothing"], "There is no model 'nothing'"),

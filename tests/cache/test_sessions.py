@@ -351,3 +351,15 @@ def test_the_pool_has_as_many_blocks_as_fit_or_as_were_asked_for():
     assert CacheConfig(blocks=7).pool_blocks(10**12) == 7
     with pytest.raises(ValueError, match=r"--cache\.kv-bytes 64000 or more"):
         CacheConfig(kv_bytes=999).pool_blocks(1000)
+
+
+def test_what_is_left_of_the_device_counts_only_when_nothing_was_asked_for():
+    assert CacheConfig().pool_blocks(1 << 20) == 1024
+    assert CacheConfig().pool_blocks(300, 1000) == 3
+    assert CacheConfig(kv_bytes=600).pool_blocks(300, 10**9) == 2
+    assert CacheConfig(blocks=5).pool_blocks(300, 10**9) == 5
+    assert not CacheConfig().given
+    assert CacheConfig(kv_bytes=600).given
+    assert CacheConfig(blocks=5).given
+    with pytest.raises(ValueError, match=r"999 bytes are left.*--cache\.kv-bytes 64000"):
+        CacheConfig().pool_blocks(1000, 999)
