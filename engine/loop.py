@@ -124,24 +124,26 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------
 
     def _run(self, plan: Plan, replies: list[ToGateway]) -> None:
-        """Fly the plan, or a smaller one if the device has no room for it, or end its requests."""
-        try:
-            return self._fly(plan, replies)
-        except TOO_LARGE as error:
-            log.warning("a step of %d tokens was too large: %s", plan.tokens, error)
-        self._withdraw(plan, replies)
-        self.scheduler.retreat()
-        plan = self.scheduler.plan()
-        if not plan.rows:
-            return
-        try:
-            return self._fly(plan, replies)
-        except TOO_LARGE as error:
-            log.error("a step of %d tokens was too large again: %s", plan.tokens, error)
-        self._withdraw(plan, replies)
-        for request in {row.seq.submit.id: None for row in plan.rows if not row.seq.gone}:
-            self.intake.abort(request)
-            replies.append(_no_memory(request))
+        """Fly the plan, or a smaller one while the device has no room for it.
+
+        A request whose lone row does not fit ends; nobody else loses anything.
+        """
+        victims = 1
+        while plan.rows:
+            try:
+                return self._fly(plan, replies)
+            except TOO_LARGE as error:
+                log.warning("a step of %d tokens was too large: %s", plan.tokens, error)
+            self.scheduler.cancel(plan)
+            self._collect(0, replies)  # preemption needs to know all that the device does
+            left = [row.seq for row in plan.rows if not row.seq.gone]
+            if len(left) == 1:
+                request = left[0].submit.id
+                self.intake.abort(request)
+                replies.append(_no_memory(request))
+            self.scheduler.retreat(left[1:], victims)
+            victims *= 2
+            plan = self.scheduler.plan()
 
     def _fly(self, plan: Plan, replies: list[ToGateway]) -> None:
         """Take a plan through the phases; collect what is old enough."""
@@ -174,11 +176,6 @@ class Engine:
             replies += self._commit(flight)
             self._propose()
 
-    def _withdraw(self, plan: Plan, replies: list[ToGateway]) -> None:
-        """A plan did not fly: undo it, and let everything else land."""
-        self.scheduler.cancel(plan)
-        self._collect(0, replies)
-
     # ---- supply, commit, propose -----------------------------------------------------------------
 
     def _supply(self, flight: Flight) -> None:
@@ -209,7 +206,8 @@ class Engine:
                 self.scheduler.commit(row, None)
             else:
                 accepted = accept(drawn, row.draft, seq.end())
-                out = self._gain(row, accepted, flight.logprobs[at : at + len(accepted.tokens)])
+                found = flight.logprobs[at : at + len(accepted.tokens)] if flight.logprobs else ()
+                out = self._gain(row, accepted, [entry for entry in found if entry is not None])
                 if out.tokens or out.finish:
                     outs.append(out)
                 if accepted.finish == "error":
@@ -224,9 +222,7 @@ class Engine:
             replies.append(_grammar_failed(seq))
         return replies
 
-    def _gain(
-        self, row: Row, accepted: Accepted, logprobs: list[TokenLogprobs | None]
-    ) -> Out:
+    def _gain(self, row: Row, accepted: Accepted, logprobs: list[TokenLogprobs]) -> Out:
         """Book what a row gave."""
         seq = row.seq
         if seq.history is not None:
@@ -244,7 +240,7 @@ class Engine:
             seq.submit.id, seq.index, accepted.tokens,
             finish="" if accepted.finish == "error" else accepted.finish,
             stopped=accepted.stopped,
-            logprobs=[entry for entry in logprobs if entry is not None],
+            logprobs=logprobs,
             cached=seq.cached or 0,
             written=seq.written,
             drafted=seq.drafted,

@@ -152,8 +152,7 @@ class Scheduler:
         """This sequence's share, with blocks behind it; None when it has to wait."""
         start, known = seq.computed + seq.flying, len(seq.tokens) + seq.pending
         count = min(known + len(seq.draft) - start, budget)
-        size, held = self.pool.size, len(seq.blocks)
-        while (need := -(-(start + count + self.lookahead) // size) - held) > 0:
+        while need := self._lacking(seq, start + count + self.lookahead):
             try:
                 taken = self.pool.take(need)
             except OutOfBlocks:
@@ -203,10 +202,10 @@ class Scheduler:
         self.preemptions += 1
         self._queue(seq)
 
-    def retreat(self) -> None:
-        """A step was too large for the device: make the next plan smaller.  Nothing may fly."""
-        if len(self.running) > 1:
-            self.preempt(self.running[-1])
+    def retreat(self, candidates: list[Sequence], count: int) -> None:
+        """A step was too large: preempt the youngest, admit nobody next time.  Nothing may fly."""
+        for seq in sorted(candidates, key=_order)[-count:]:
+            self.preempt(seq)
         self._held = True
 
     def _admit(self) -> Sequence | None:
@@ -219,7 +218,7 @@ class Scheduler:
             return None
         hits = self._match(seq)
         idle_hits = sum(block.users == 0 for block in hits)  # sharing makes them unavailable
-        need = self._blocks_for(len(seq.tokens) + self.lookahead) - len(hits) + idle_hits
+        need = self._lacking(seq, len(seq.tokens) + self.lookahead) - len(hits) + idle_hits
         spare = len(self.running)  # each running sequence may need a block soon
         if self.running and self.pool.available < need + spare:
             self._reclaim()
@@ -268,8 +267,8 @@ class Scheduler:
             return []
         return self.pool.match(seq.root, seq.tokens, len(seq.tokens) - 1)
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.pool.size)
+    def _lacking(self, seq: Sequence, tokens: int) -> int:
+        return max(0, -(-tokens // self.pool.size) - len(seq.blocks))
 
     # ---- commit ----------------------------------------------------------------------------------
 
@@ -389,7 +388,7 @@ class Scheduler:
             assert not seq.flying and not seq.pending, f"{seq.key} waits and flies"
         for seq in self.running:
             start = seq.computed + seq.flying
-            assert self._blocks_for(start) <= len(seq.blocks), f"{seq.key} lacks blocks"
+            assert not self._lacking(seq, start), f"{seq.key} lacks blocks"
             assert start < seq.known and seq.computed < len(seq.tokens), f"{seq.key} is ahead"
             assert 0 <= seq.pending <= seq.flying, f"{seq.key} draws what it does not compute"
         there = [s for seq in (*self.running, *self.waiting) for s in (seq, *seq.siblings)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -103,6 +104,8 @@ def pairwise(*axes, seed=5):
 
 
 CASES = pairwise(list(WAYS), DRAFTS, DEPTHS, list(DRAWS), list(GRAMMARS), CHOICES)
+# Drafts need the newest token, so that with them the loop never runs ahead.
+AHEAD = pairwise(list(WAYS), list(DRAWS), list(GRAMMARS), CHOICES)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,20 @@ def test_every_way_to_run_a_request_gives_the_same_tokens(
         assert engine._accepted > 0
     if drafts == "head":
         assert head.steps > 0 and engine._drafted > 0
+
+
+@pytest.mark.parametrize("way, draw, grammar, n", AHEAD)
+def test_a_loop_that_runs_ahead_gives_the_same_tokens(folder, truth, way, draw, grammar, n):
+    submits = requests(draw, grammar, n)
+    expected = {key: tokens for submit in submits for key, tokens in truth(submit).items()}
+    settings = dict(WAYS[way])
+    together = settings.pop("together", False)
+    disturb = preempt_some if settings.pop("disturb", False) else None
+    engine = make(folder, depth=1, **settings)
+    got = {}
+    for group in [submits] if together else [[submit] for submit in submits]:
+        got |= answers(engine, *group, disturb=disturb)
+    assert got == expected
 
 
 def test_choices_of_one_request_differ_when_sampled_and_agree_when_greedy(truth):
@@ -266,6 +283,35 @@ def test_a_wrong_history_is_noticed(folder, truth, monkeypatch):
 
     monkeypatch.setattr(runner, "_sample_rows", forgetful)
     assert differs(folder, truth, "greedy-penalised", "free", depth=8)
+
+
+@pytest.mark.parametrize("draw, grammar", [("hot", "json"), ("greedy-penalised", "free")])
+def test_settling_before_the_host_knows_the_last_token_is_noticed(
+    folder, truth, monkeypatch, draw, grammar
+):
+    from engine.loop import Engine
+
+    submits = requests(draw, grammar, 1)
+    expected = {key: tokens for submit in submits for key, tokens in truth(submit).items()}
+    assert Run(make(folder, depth=1)).put(*submits).drain().tokens == expected
+    monkeypatch.setattr(Engine, "_needs_host", lambda self, plan, masked: False)
+    assert Run(make(folder, depth=1)).put(*submits).drain().tokens != expected
+
+
+def test_a_newest_token_of_somebody_else_is_noticed(folder, truth, monkeypatch):
+    import engine.runner as runner
+
+    pack = runner.pack
+
+    def shifted(rows, size, device):
+        batch = pack(rows, size, device)
+        places, owners = zip(*batch.origins, strict=True) if batch.origins else ((), ())
+        return replace(batch, origins=tuple(zip(places, owners[1:] + owners[:1], strict=True)))
+
+    submits = requests("greedy", "free", 1)
+    expected = {key: tokens for submit in submits for key, tokens in truth(submit).items()}
+    monkeypatch.setattr(runner, "pack", shifted)
+    assert Run(make(folder, depth=1)).put(*submits).drain().tokens != expected
 
 
 def test_kv_in_a_wrong_slot_is_noticed(folder, truth, monkeypatch):
