@@ -84,6 +84,8 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--model", required=True, help="Its name for the model.")
 @click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions",
               show_default=True, help="Exact prompts of token ids, or messages of words.")
+@click.option("--prompts", type=click.Path(exists=True, dir_okay=False),
+              help="JSONL of {messages, max_tokens}, used in turn instead of random ones.")
 @click.option("--clients", callback=_numbers, default="1,32,200", show_default=True,
               help="At once, one row each.")
 @click.option("--input", "input_", default=512, show_default=True, help="Tokens of a prompt.")
@@ -104,7 +106,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 def serve(
     base_url: str, clients: list[int], input_: int, requests: int, warmup: int | None,
     seed: int | None, processes: int | None, row_seconds: float, server_pid: int | None,
-    api_key: str, out: Path, **same: Any,
+    api_key: str, prompts: str | None, out: Path, **same: Any,
 ) -> None:
     """A server, by streaming clients that each send their next request after the last.
 
@@ -118,7 +120,7 @@ def serve(
     load = serve_bench.Load(
         base_url, input=input_, seed=secrets.randbits(32) if seed is None else seed,
         issue_s=row_seconds, headers={"authorization": f"Bearer {api_key}"} if api_key else {},
-        **same,
+        prompts=prompts or "", **same,
     )
     workers = processes or serve_bench.default_processes()
     rows = serve_bench.measure(load, clients, requests, workers,

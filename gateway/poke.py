@@ -97,7 +97,8 @@ def show_serve(load: Load, rows: Iterable[Row], folder: Path) -> None:
         console.print(f"{row.clients} clients: {row.output_tok_s:,.0f} tok/s")
         if row.errors:
             console.print(f"{row.errors} errors, the first: {row.first_error}")
-    what = f"{load.model}, {load.endpoint}: {load.input} in, {load.output} out"
+    work = Path(load.prompts).name or f"{load.input} in, {load.output} out"
+    what = f"{load.model}, {load.endpoint}: {work}"
     table = Table(what, box=None)
     for one in measured:
         table.add_column(f"{one['clients']} clients", justify="right")

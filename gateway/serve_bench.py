@@ -45,6 +45,7 @@ class Load:
     issue_s: float = 600.0  # of one row: no request begins later
     limit_s: float = 120.0  # of one request
     headers: dict[str, str] = field(default_factory=dict)
+    prompts: str = ""  # JSONL file, see serve_client.Prompt; needs endpoint "chat"
 
 
 class Row(msgspec.Struct):
@@ -106,11 +107,13 @@ def _share(load: Load, clients: int, numbers: list[int]) -> Share:
     parts = urllib.parse.urlsplit(load.base_url)
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(f"--base-url is {load.base_url}; give http://host:port.")
+    if load.prompts and load.endpoint != "chat":
+        raise ValueError("--prompts holds messages; add --endpoint chat.")
     path = parts.path.rstrip("/").removesuffix("/v1") + PATHS[load.endpoint]
     return Share(
         parts.hostname, parts.port or 80, path, load.endpoint == "chat", load.model, clients,
         numbers, load.input, load.output, load.ids, load.seed, load.temperature, load.ignore_eos,
-        load.issue_s, load.limit_s, load.headers,
+        load.issue_s, load.limit_s, load.headers, load.prompts,
     )
 
 

@@ -52,6 +52,14 @@ class Share(msgspec.Struct, frozen=True):
     issue_s: float  # no request begins later than this after the go
     limit_s: float  # one request may take so long
     headers: dict[str, str] = {}
+    prompts: str = ""  # JSONL file of Prompt, used in turn instead of random ones; chat only
+
+
+class Prompt(msgspec.Struct):
+    """One line of a file of prompts."""
+
+    messages: list[dict[str, object]]
+    max_tokens: int
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -255,23 +263,32 @@ class Line(asyncio.Protocol):
 
 
 def requests(share: Share) -> deque[bytes]:
-    """Head and body of every request, ready to be sent."""
-    return deque(_request(share, _prompt(share, number)) for number in share.numbers)
+    """Head and body of every request, ready to be sent; raise OSError or msgspec.DecodeError."""
+    if not share.prompts:
+        return deque(
+            _request(share, share.output, _prompt(share, number)) for number in share.numbers)
+    with open(share.prompts, "rb") as file:
+        given = [msgspec.json.decode(line, type=Prompt) for line in file]
+    turns = (given[number % len(given)] for number in share.numbers)
+    return deque(_request(share, one.max_tokens, one.messages) for one in turns)
 
 
-def _prompt(share: Share, number: int) -> list[int] | list[dict[str, str]]:
+def _prompt(share: Share, number: int) -> list[int] | list[dict[str, object]]:
     """Random ids, exactly `input`; for chat as many words of one token in most vocabularies."""
     source = random.Random(f"{share.seed}-{number}")
     if not share.chat:
         low, high = share.ids
         return [source.randint(low, high) for _ in range(share.input)]
-    text = " ".join(source.choices(_WORDS, k=share.input))
-    return [{"role": "user", "content": text}]
+    said: dict[str, object] = {"role": "user"}
+    said["content"] = " ".join(source.choices(_WORDS, k=share.input))
+    return [said]
 
 
-def _request(share: Share, prompt: list[int] | list[dict[str, str]]) -> bytes:
+def _request(
+    share: Share, max_tokens: int, prompt: list[int] | list[dict[str, object]]
+) -> bytes:
     asked: dict[str, object] = {
-        "model": share.model, "max_tokens": share.output, "temperature": share.temperature,
+        "model": share.model, "max_tokens": max_tokens, "temperature": share.temperature,
         "stream": True, "stream_options": {"include_usage": True},
         "messages" if share.chat else "prompt": prompt,
     }

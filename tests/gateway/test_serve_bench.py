@@ -11,6 +11,7 @@ from array import array
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 import slipstream
 from gateway import bench, processes, serve_bench
@@ -134,6 +135,18 @@ def test_every_prompt_has_its_exact_length_and_is_its_own():
     assert all(10 <= id <= 20 for id in first["prompt"])
     assert first["ignore_eos"] is True and first["stream_options"] == {"include_usage": True}
     assert [*requests(SHARE)] == [*requests(SHARE)]
+
+
+def test_prompts_of_a_file_are_used_in_turn(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"messages": [{"role": "user", "content": str(n)}], "max_tokens": n} for n in (7, 8)]
+    file.write_text("".join(json.dumps(line | {"kind": "x"}) + "\n" for line in lines))
+    share = replace(SHARE, chat=True, numbers=[0, 3, 4], prompts=str(file))
+    bodies = [json.loads(one.partition(b"\r\n\r\n")[2]) for one in requests(share)]
+    assert [body["max_tokens"] for body in bodies] == [7, 8, 7]
+    assert bodies[1]["messages"] == lines[1]["messages"]
+    with pytest.raises(ValueError, match="--endpoint chat"):
+        next(measure(Load("http://x", "m", prompts=str(file)), [1], 1, 1))
 
 
 @pytest.mark.parametrize(("clients", "count", "workers"), [(7, 20, 3), (2, 20, 8), (9, 4, 8)])
