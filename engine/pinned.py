@@ -23,9 +23,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PIECE = 32 << 20  # bytes of one read: long enough for any disk, 512 MiB for all readers together
 READERS = 8
 BUFFERS = 2  # a reader
+PIECE = 32 << 20  # bytes of one read: long enough for any disk, 512 MiB for all readers together
+SHORTEST = 1 << 20  # below that a read costs more than its bytes
 
 
 class CutShort(OSError):
@@ -145,21 +146,32 @@ class CudaLane:
         self._stream.synchronize()
 
 
+def piece_size(total: int, readers: int) -> int:
+    """Bytes of a piece when `total` are to be read: a power of two, as pinned memory is given out.
+
+    Every buffer of every reader should be used: pinning more than the model's size costs a start.
+    """
+    share = total // (readers * BUFFERS)
+    return min(PIECE, max(SHORTEST, 1 << max(share, 1).bit_length() - 1))
+
+
 def read(
     sources: Sequence[Source],
     lane: Callable[[int], Lane],
     done: Callable[[int], None],
     readers: int = READERS,
-    piece: int = PIECE,
+    piece: int = 0,
 ) -> None:
     """Fill the target of every source; all copies are done on return.
 
     `lane(size)` makes a reader's lane with buffers of `size` bytes, on the reader's thread;
     `done(bytes)` is called on this thread after each piece.
+    `piece` is the most bytes of one read, 0 = as `piece_size` says.
     Nothing may use the targets meanwhile.  Raises ReadFailed naming a source; what else goes wrong
     (no memory for buffers) passes through.
     """
-    pieces = deque(split(sources, piece))
+    total = sum(source.size for source in sources)
+    pieces = deque(split(sources, piece or piece_size(total, readers)))
     if not pieces:
         return
     size = max(one.size for one in pieces)

@@ -135,7 +135,7 @@ def stream(
     lane: Callable[[int], pinned.Lane],
     progress: Callable[[int, int], None] | None = None,
     readers: int = pinned.READERS,
-    piece: int = pinned.PIECE,
+    piece: int = 0,
 ) -> None:
     """Fill `tensors` from the files through the lanes of several readers; see pinned.read."""
     total, finished = sum(stored.size for stored in wanted), 0

@@ -138,6 +138,15 @@ def test_pieces_cover_every_value_once_whatever_the_limit(tmp_path, limit):
     assert all((counts == 1).all() for counts in seen.values())
 
 
+def test_buffers_are_no_larger_than_the_model_needs():
+    assert pinned.piece_size(15 * 10**9, 8) == pinned.PIECE
+    assert pinned.piece_size(270_000_000, 8) == 16 << 20
+    assert pinned.piece_size(0, 8) == pinned.piece_size(5_000_000, 8) == 1 << 20
+    for total in (20_000_000, 10**8, 4 * 10**8):
+        size = pinned.piece_size(total, 8)
+        assert total / 2 < size * 8 * pinned.BUFFERS <= total
+
+
 # ---- buffers and threads -------------------------------------------------------------------------
 
 
