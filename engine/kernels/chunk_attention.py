@@ -32,7 +32,7 @@ class ChunkShape:
 
 SHAPES = {
     32: ChunkShape(tile=64, pages=1, warps=4, stages=3),
-    64: ChunkShape(tile=128, pages=1, warps=4, stages=3),
+    64: ChunkShape(tile=128, pages=1, warps=8, stages=3),
     128: ChunkShape(tile=128, pages=1, warps=8, stages=3),
 }
 
@@ -111,24 +111,41 @@ def _chunk_kernel(
     #            seen by every token     | masked
     last = start + tokens - 1
     full = (start + 1) // width
+    # A step's block ids are read one step early: an address that hangs on a load of its own step
+    # could not be fetched ahead.
+    final = last // PAGE
+    block, other = _ids(table, 0, final, PAGES)
     for step in tl.range(0, full, num_stages=STAGES):
+        next_block, next_other = _ids(table, step + 1, final, PAGES)
         top, total, acc = _advance(
-            q, pages, table, start + line, last, step, top, total, acc, scale,
+            q, pages, block, other, start + line, last, step, top, total, acc, scale,
             KV_HEADS, DIM, PAGE, PAGES, False, PRECISION,
         )  # fmt: skip
+        block, other = next_block, next_other
     for step in tl.range(full, last // width + 1, num_stages=STAGES):
+        next_block, next_other = _ids(table, step + 1, final, PAGES)
         top, total, acc = _advance(
-            q, pages, table, start + line, last, step, top, total, acc, scale,
+            q, pages, block, other, start + line, last, step, top, total, acc, scale,
             KV_HEADS, DIM, PAGE, PAGES, True, PRECISION,
         )  # fmt: skip
+        block, other = next_block, next_other
     result = acc / total[:, None]
     out_at = out + (flat * out_stride)[:, None] + column[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
+def _ids(table, step, final, PAGES: tl.constexpr):
+    """Blocks of the first and the last page of a step; 0 beyond page `final`, whose tokens hide."""
+    first = step * PAGES
+    last = first + PAGES - 1
+    block = tl.load(table + first, mask=first <= final, other=0)
+    return block, tl.load(table + last, mask=last <= final, other=0)
+
+
+@triton.jit
 def _advance(
-    q, pages, table, position, last, step, top, total, acc, scale,
+    q, pages, block, other, position, last, step, top, total, acc, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -142,13 +159,9 @@ def _advance(
     lane = tl.arange(0, width)
     dim = tl.arange(0, DIM)
     here = step * width + lane
-    block = tl.load(table + step * PAGES).to(tl.int64)
-    at = block * (2 * PAGE * row) + (lane % PAGE) * row
     if PAGES == 2:
-        second = step * PAGES + 1
-        there = tl.load(table + second, mask=second <= last // PAGE, other=0).to(tl.int64)
-        at = tl.where(lane < PAGE, block, there) * (2 * PAGE * row) + (lane % PAGE) * row
-    keys = pages + at
+        block = tl.where(lane < PAGE, block, other)
+    keys = pages + block.to(tl.int64) * (2 * PAGE * row) + (lane % PAGE) * row
     k_at = keys[None, :] + dim[:, None]
     v_at = keys[:, None] + PAGE * row + dim[None, :]
     if MASKED:

@@ -78,15 +78,19 @@ def decode_attention(
     `query` [N, >= heads * head_dim] holds the rotated queries in its first columns (a view of qkv
     will do), `pages` [blocks, 2, size, kv_heads, head_dim] is one layer with this step's keys and
     values already written, `out` is [N, heads * head_dim]; all of one type, rows contiguous.
-    `scale` multiplies the scores, `split` is a multiple of the page size in positions, `workers`
-    the programs a KV head.  Allocates nothing and reads nothing on the host.
+    `scale` multiplies the scores, `split`, in positions, is the page size times a power of two;
+    `workers` is the programs a KV head.  Allocates nothing and reads nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
     group = out.shape[1] // (kv_heads * dim)
     assert dim in WARPS, f"head_dim {dim}; the kernel knows {sorted(WARPS)}"
-    assert split % size == 0, f"split {split} is no multiple of the page size {size}"
+    held = split // size
+    assert held > 0 and held * size == split and held & (held - 1) == 0, (
+        f"split {split} is not the page size {size} times a power of two"
+    )
     assert query.stride(1) == out.stride(1) == 1 and pages.is_contiguous()
     assert query.dtype == pages.dtype == out.dtype
+    assert meta.short_items.is_contiguous()
     assert meta.short_items.shape[1] <= scratch.capacity, "the item list is longer than the scratch"
     _short_kernel[(kv_heads, workers)](
         query, pages, out,
@@ -116,9 +120,13 @@ def _short_kernel(
     dim = tl.arange(0, DIM)
     token = line // GROUP
     column = (head * GROUP + line % GROUP) * DIM
-    for item in range(tl.program_id(1), tl.load(items_total), tl.num_programs(1)):
-        code = tl.load(items + item)
-        split = tl.load(items + items_stride + item)
+    workers = tl.num_programs(1)
+    # An item is read one round early, and the first beside the total: each load that waits for
+    # another costs a fifth of what a lone row's attention takes.
+    next_code, next_split = _item(items, items_stride, tl.program_id(1))
+    for item in range(tl.program_id(1), tl.load(items_total), workers):
+        code, split = next_code, next_split
+        next_code, next_split = _item(items, items_stride, item + workers)
         row = code // TILES
         begin = (code % TILES) * TILE  # first token of the tile, in the row
         start = tl.load(row_start + row) + begin
@@ -158,6 +166,14 @@ def _short_kernel(
 
 
 @triton.jit
+def _item(items, items_stride, item):
+    """Tile and split of an item; beyond the list, something that nobody looks at."""
+    there = item < items_stride
+    code = tl.load(items + item, mask=there, other=0)
+    return code, tl.load(items + items_stride + item, mask=there, other=0)
+
+
+@triton.jit
 def _attend(
     q, pages, table, position, last, begin, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
@@ -169,16 +185,20 @@ def _attend(
     written and may hold anything: neither their keys nor their values are read.
     """
     row: tl.constexpr = KV_HEADS * DIM
+    held: tl.constexpr = SPLIT // PAGE
     offset = tl.arange(0, PAGE)
     dim = tl.arange(0, DIM)
+    # All ids at once: a load in the loop that a page's address hangs on would have to be awaited
+    # with everything that was asked for before it, and no page could be fetched ahead.
+    which = tl.arange(0, held)
+    ids = tl.load(table + begin // PAGE + which, mask=begin + which * PAGE <= last, other=0)
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, DIM], tl.float32)
     count = (tl.minimum(last + 1 - begin, SPLIT) + PAGE - 1) // PAGE
     for i in tl.range(0, count, num_stages=STAGES):
-        at = begin + i * PAGE
-        block = tl.load(table + at // PAGE).to(tl.int64)
-        here = at + offset
+        block = tl.sum(tl.where(which == i, ids, 0)).to(tl.int64)
+        here = begin + i * PAGE + offset
         keys = pages + block * (2 * PAGE * row)
         k = tl.load(
             keys + dim[:, None] + offset[None, :] * row, mask=(here <= last)[None, :], other=0.0
