@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.batch import Batch, pack
-from engine.proposer import DeviceDraft, Features
+from engine.drafting import guess, matched
+from engine.proposer import DeviceDraft
 from engine.sampling import SampleRow, sample
 
 if TYPE_CHECKING:
@@ -197,20 +197,9 @@ class Runner:
                 if share.last and not share.seq.gone:
                     self._last[share.seq] = max(drawn[matched(share.draft, drawn)], 0)
         if self.head is not None:
-            flight.drafts = self._draft(self.head, flight)
-
-    def _draft(self, head: DeviceDraft, flight: CpuFlight) -> list[list[int]]:
-        """Extend the draft on this step's true features, then guess `max_drafts` tokens a row."""
-        assert flight.hidden.taps is not None, "the model was built without the draft's taps"
-        features = _features(flight, self.pages.size, self.max_drafts)
-        head.extend(features)
-        depth = int(features.limits.max())
-        steps = [head.step(features, i) for i in range(depth)]
-        if not steps:
-            return [[] for _ in flight.plan.rows]
-        chains = torch.stack(steps, dim=1).tolist()
-        limits = features.limits.tolist()
-        return [chain[:limit] for chain, limit in zip(chains, limits, strict=True)]
+            assert flight.hidden.taps is not None, "the model was built without the draft's taps"
+            flight.drafts = guess(self.head, flight.plan, flight.drawn, flight.hidden.taps,
+                                  self.pages.size, self.max_drafts)
 
 
 def _split(tokens: list[int], counts: list[int]) -> list[list[int]]:
@@ -220,14 +209,6 @@ def _split(tokens: list[int], counts: list[int]) -> list[list[int]]:
         found.append(tokens[begin : begin + count])
         begin += count
     return found
-
-
-def matched(draft: tuple[int, ...], drawn: list[int]) -> int:
-    """How many draft tokens the target drew too: the device's half of engine/accept.py."""
-    count = 0
-    while count < len(draft) and draft[count] == drawn[count]:
-        count += 1
-    return count
 
 
 def _sample_rows(share: Row) -> list[SampleRow]:
@@ -245,54 +226,3 @@ def _sample_rows(share: Row) -> list[SampleRow]:
         )
         for i in range(share.drafts + 1)
     ]
-
-
-def _features(flight: CpuFlight, size: int, max_drafts: int) -> Features:
-    """The rows whose features are true: whole chunks, and the accepted part of verified rows."""
-    rows: list[int] = []
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts, counts, tables, last, limits = [], [], [], [], []
-    begin = 0
-    for share, drawn in zip(flight.plan.rows, flight.drawn, strict=True):
-        seq, right = share.seq, 0
-        if share.last:
-            right = matched(share.draft, drawn)
-            known = [*seq.tokens, *share.draft[:right], max(drawn[right], 0)]
-        else:
-            known = seq.tokens
-        count = share.count - (share.drafts - right)
-        ids = [block.id for block in seq.blocks]
-        rows += range(begin, begin + count)
-        tokens += known[share.start + 1 : share.start + count + 1]
-        positions += range(share.start, share.start + count)
-        after = range(share.start + 1, share.start + count + 1)
-        slots += [ids[p // size] * size + p % size for p in after]
-        starts.append(share.start)
-        counts.append(count)
-        tables.append(ids)
-        last.append(len(rows) - 1)
-        limits.append(max(0, min(max_drafts, seq.remaining - right - 2)) if share.last else 0)
-        begin += share.count
-    device = flight.batch.tokens.device
-    ints = partial(torch.tensor, dtype=torch.int64, device=device)
-    assert flight.hidden.taps is not None
-    seqs = [share.seq for share in flight.plan.rows]
-    return Features(
-        batch=Batch(
-            ints(tokens), ints(positions),
-            ints(slots), starts, counts, tables, ints([]), [0] * len(counts),
-        ),
-        hidden=flight.hidden.taps.index_select(0, ints(rows)),
-        last=ints(last),
-        seeds=ints([_signed(seq.sampling.seed) for seq in seqs]),
-        choices=ints([seq.index for seq in seqs]),
-        temperatures=torch.tensor([seq.sampling.temperature for seq in seqs], device=device),
-        limits=ints(limits),
-    )
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed integer."""
-    return (seed + 2**63) % 2**64 - 2**63
