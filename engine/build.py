@@ -27,13 +27,16 @@ from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
-from engine.runner import Runner
+from engine.device import pick
+from engine.runner import Runner, StepRunner
 from engine.threads import Threads, cores
 from engine.timeline import Timeline
 from engine.weights import load
 
 if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
+    from engine.model_config import ModelConfig
+    from engine.models import Model
     from engine.proposer import DeviceDraft
 
 DTYPES = {
@@ -49,7 +52,7 @@ class Parts:
     """What a step needs, made once."""
 
     hello: Hello
-    runner: Runner
+    runner: StepRunner
     pool: BlockPool
     sessions: SessionTable
     compiler: Compiler
@@ -63,40 +66,37 @@ def build(
     head: DeviceDraft | None = None,
     progress: Callable[[int, int], None] | None = None,
     timeline: Timeline | None = None,
+    drafting: bool = False,
 ) -> Parts:
-    """Load and allocate; raise BadConfig, BadWeights or MemoryError, with nothing left behind."""
+    """Load and allocate; raise BadConfig, BadWeights or MemoryError, with nothing left behind.
+
+    `drafting`: rows will carry draft tokens, of a host proposer or of `head`.
+    """
     config.check()
-    _keep_freed_memory()
+    device = pick(config.device)
     shape = checkpoint.config
     max_len = _max_len(config, shape.max_len)
-    device = _device(config.device)
     dtype = DTYPES[config.dtype]
     threads = Threads(config.threads or len(cores()), torch.set_num_threads)
     kind = family(checkpoint.architecture)
     timeline = timeline or Timeline()
+    taps = head.taps if head is not None else ()
     with ThreadPoolExecutor(1) as side:
         compiler = side.submit(
             timeline.run, "grammar", Compiler, checkpoint.tokenizer_json, shape.vocab,
             checkpoint.stop_ids, config.compile_threads,
         )
+        if device.type == "cpu":
+            _keep_freed_memory()
         weights = timeline.run(
             "weights", load, checkpoint, kind.expected(shape), dtype, progress, device)
         with timeline.span("model"):
-            model = kind(shape, weights, max_len, head.taps if head is not None else ())
-        block_bytes = Pages.bytes_per_block(
-            shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype
-        )
-        blocks = config.cache.pool_blocks(block_bytes)
-        pages = Pages(
-            shape.layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, dtype, device
-        )
-        module, name = BACKENDS["cpu"].split(":")
-        attention = getattr(import_module(module), name)(
-            shape.heads, shape.kv_heads, shape.head_dim, BLOCK, dtype
-        )
+            model = kind(shape, weights, max_len, taps, paired=fused(device))
+        make = _gpu_runner if fused(device) else _cpu_runner
+        runner = make(model, shape, config, max_len, dtype, device, head, drafting, timeline)
         grammar = compiler.result()
+    blocks = runner.blocks
     pool = BlockPool(blocks, BLOCK)
-    runner = Runner(model, pages, attention, device, head, config.max_drafts)
     usable = min(max_len, blocks * BLOCK - runner.lookahead)
     return Parts(
         hello=Hello(
@@ -110,6 +110,41 @@ def build(
         masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
         threads=threads,
     )
+
+
+def fused(device: torch.device) -> bool:
+    """Whether Triton's kernels run the step; in tests also on a CPU, by their interpreter."""
+    return device.type == "cuda"
+
+
+def _cpu_runner(
+    model: Model, shape: ModelConfig, config: ResolvedConfig, max_len: int, dtype: torch.dtype,
+    device: torch.device, head: DeviceDraft | None, drafting: bool, timeline: Timeline,
+) -> StepRunner:  # fmt: skip
+    each = Pages.bytes_per_block(shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype)
+    blocks = config.cache.pool_blocks(each)
+    pages = Pages(shape.layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, dtype, device)
+    module, name = BACKENDS["cpu"].split(":")
+    attention = getattr(import_module(module), name)(
+        shape.heads, shape.kv_heads, shape.head_dim, BLOCK, dtype
+    )
+    return Runner(model, pages, attention, device, head, config.max_drafts)
+
+
+def _gpu_runner(
+    model: Model, shape: ModelConfig, config: ResolvedConfig, max_len: int, dtype: torch.dtype,
+    device: torch.device, head: DeviceDraft | None, drafting: bool, timeline: Timeline,
+) -> StepRunner:  # fmt: skip
+    from engine.cuda.parts import sized_runner  # late: needs Triton, which a CPU engine does not
+
+    runner = sized_runner(
+        model, shape, config, size=BLOCK, max_len=max_len, dtype=dtype, device=device, head=head,
+        drafts=config.max_drafts if drafting else 0, timeline=timeline,
+    )
+    if device.type == "cuda":
+        with timeline.span("graphs"):
+            runner.warm()
+    return runner
 
 
 def _keep_freed_memory() -> None:
@@ -136,9 +171,3 @@ def _max_len(config: ResolvedConfig, trained: int) -> int:
             f"Start with --max-model-len {trained} or less."
         )
     return config.max_len
-
-
-def _device(name: str) -> torch.device:
-    if name in ("auto", "cpu"):
-        return torch.device("cpu")
-    raise BadConfig(f"device {name!r} is not served; use cpu or auto.")

@@ -60,7 +60,8 @@ class Engine:
         `timeline` gets a span for each part.  Raise BadConfig, BadCheckpoint or BadWeights.
         """
         config = config.resolved(pick(config.device).type)
-        parts = build(config, checkpoint, head, progress, timeline)
+        drafting = drafts is not None or head is not None
+        parts = build(config, checkpoint, head, progress, timeline, drafting)
         self.config = config
         self.hello = parts.hello
         self.runner: StepRunner = parts.runner
@@ -137,7 +138,7 @@ class Engine:
             self.scheduler.cancel(plan)
             self._collect(0, replies)  # preemption needs to know all that the device does
             left = [row.seq for row in plan.rows if not row.seq.gone]
-            if len(left) == 1:
+            if left and len(plan.rows) == 1:
                 request = left[0].submit.id
                 self.intake.abort(request)
                 replies.append(_no_memory(request))

@@ -64,6 +64,10 @@ class StepRunner(Protocol):
     def keeps_history(self) -> bool:
         """Penalties count tokens on the device; else their rows settle after the last commit."""
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of KV that plans may name."""
+
     def launch(self, plan: Plan) -> Flight:
         """Copy `plan.copies`, clear `plan.fresh`, start the forward pass.
 
@@ -136,6 +140,11 @@ class Runner:
     def lookahead(self) -> int:
         """Slots that a sequence needs beyond its wanted tokens: the device draft writes ahead."""
         return self.max_drafts + 1 if self.head is not None else 0
+
+    @property
+    def blocks(self) -> int:
+        """All blocks of the pages."""
+        return self.pages.blocks
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:

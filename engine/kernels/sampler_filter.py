@@ -35,9 +35,9 @@ from engine.kernels.sampler_ranks import (
     SEARCH,
     TOP,
     TOP_K,
-    chunk_ranks,
     noisy,
     ranked,
+    ranks_at,
     top_p_of,
     weight,
 )
@@ -53,6 +53,8 @@ from engine.kernels.sampler_tables import (
     Scratch,
     SlotTables,
 )
+
+SMALL = 1024  # a tile for the usual row: top-k, or a sharp distribution
 
 
 @triton.jit
@@ -102,8 +104,9 @@ def _compact(
             if tl.load(fact + LEGAL) != 0:
                 banned = tl.load(fact + BANNED)
                 top = tl.load(fact + TOP).to(tl.float32, bitcast=True)
-                ids, scaled, rank = chunk_ranks(
-                    shaped, states, row, chunk, vocab, top, banned, record, CHUNKS, BLOCK
+                ids = chunk * BLOCK + tl.arange(0, BLOCK)
+                scaled, rank = ranks_at(
+                    ids, shaped, states, row, vocab, top, banned, record, CHUNKS, BLOCK
                 )
                 tl.atomic_add(mass + row, tl.sum(weight(scaled)), sem="relaxed")
                 taken = (rank <= tl.load(fact + PIVOT)) & (rank < NEVER)
@@ -154,39 +157,50 @@ def _kept(keys, scaled, size, mass, record, TILE: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
+def _tile(
+    size, fact, found, mass, record, position, result,
+    TILE: tl.constexpr, ID_BITS: tl.constexpr,
+):  # fmt: skip
+    """Draw from the `size` tokens at `found`, or leave the row open if they do not decide it."""
+    place = tl.arange(0, TILE)
+    keys = tl.load(found + place, mask=place < size, other=EMPTY)
+    ids = (keys & ((1 << ID_BITS) - 1)).to(tl.int32)
+    rank = tl.where(place < size, (keys >> ID_BITS).to(tl.int32), NEVER)
+    scaled = -rank.to(tl.float32, bitcast=True)
+    kept = _kept(keys, scaled, size, mass, record, TILE, 31 + ID_BITS)
+    # Whether the cut lies inside the tile: either the tile is the whole row, or the k best are in
+    # it, or some token in it is cut off.
+    k = tl.load(record + TOP_K)
+    ends = tl.sum(kept.to(tl.int32)) < size
+    if (tl.load(fact + PIVOT) >= NEVER) | tl.where(k > 0, k <= size, ends):
+        score = tl.where(kept, noisy(scaled, record, position, ids), -float("inf"))
+        best = tl.max(score)
+        tl.store(result, tl.min(tl.where(kept & (score == best), ids, NO_ID)))
+    else:
+        tl.store(fact + SEARCH, 1)
+
+
+@triton.jit
 def _finish(
     count, row_slot, row_position, records, facts, mass, found, results,
-    TILE: tl.constexpr, ID_BITS: tl.constexpr, BITS: tl.constexpr,
+    SMALL: tl.constexpr, TILE: tl.constexpr, ID_BITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row < tl.load(count):
         record = records + tl.load(row_slot + row).to(tl.int64) * WORDS
         if (tl.load(record + FLAGS) & FILTERED) != 0:
-            fact = facts + row * FACTS
-            size = tl.load(fact + FOUND)
+            fact, result = facts + row * FACTS, results + row
+            size, position = tl.load(fact + FOUND), tl.load(row_position + row)
+            keys, total = found + row.to(tl.int64) * TILE, tl.load(mass + row)
             if tl.load(fact + LEGAL) == 0:
-                tl.store(results + row, -1)
-            elif size > TILE:
-                tl.store(fact + SEARCH, 1)
+                tl.store(result, -1)
+            elif size <= SMALL:
+                # Sums of integers: the tile's shape cannot be seen in the result.
+                _tile(size, fact, keys, total, record, position, result, SMALL, ID_BITS)
+            elif size <= TILE:
+                _tile(size, fact, keys, total, record, position, result, TILE, ID_BITS)
             else:
-                place = tl.arange(0, TILE)
-                at = found + row.to(tl.int64) * TILE + place
-                keys = tl.load(at, mask=place < size, other=EMPTY)
-                ids = (keys & ((1 << ID_BITS) - 1)).to(tl.int32)
-                rank = tl.where(place < size, (keys >> ID_BITS).to(tl.int32), NEVER)
-                scaled = -rank.to(tl.float32, bitcast=True)
-                kept = _kept(keys, scaled, size, tl.load(mass + row), record, TILE, BITS)
-                # Whether the cut lies inside the tile: either the tile is the whole row, or the
-                # k best are in it, or some token in it is cut off.
-                k = tl.load(record + TOP_K)
-                ends = tl.sum(kept.to(tl.int32)) < size
-                if (tl.load(fact + PIVOT) >= NEVER) | tl.where(k > 0, k <= size, ends):
-                    score = noisy(scaled, record, tl.load(row_position + row), ids)
-                    score = tl.where(kept, score, -float("inf"))
-                    best = tl.max(score)
-                    tl.store(results + row, tl.min(tl.where(kept & (score == best), ids, NO_ID)))
-                else:
-                    tl.store(fact + SEARCH, 1)
+                tl.store(fact + SEARCH, 1)
 
 
 def draw(
@@ -203,7 +217,7 @@ def draw(
     _pivot[(count,)](
         rows.count, rows.slot, slots.records, scratch.peak, scratch.state, scratch.strips, facts,
         scratch.mass, aim, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), EACH=each,
-        STRIPS=triton.next_power_of_2(chunks * each), num_warps=8, **plain,
+        STRIPS=triton.next_power_of_2(chunks * each), num_warps=16, **plain,
     )  # fmt: skip
     _compact[(count, chunks)](
         rows.count, vocab, rows.slot, slots.records, scratch.state, scratch.shaped, facts,
@@ -212,6 +226,6 @@ def draw(
     )  # fmt: skip
     _finish[(count,)](
         rows.count, rows.slot, rows.position, slots.records, facts, scratch.mass, scratch.found,
-        results.tokens, TILE=TILE, ID_BITS=bits, BITS=31 + bits, num_warps=8, **plain,
+        results.tokens, SMALL=SMALL, TILE=TILE, ID_BITS=bits, num_warps=8, **plain,
     )  # fmt: skip
     search(rows, slots, scratch, results, count, vocab)

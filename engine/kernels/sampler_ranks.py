@@ -58,14 +58,11 @@ def noisy(scaled, record, position, ids):
 
 
 @triton.jit
-def chunk_ranks(
-    shaped, states, row, chunk, vocab, top, banned, record,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Ids, scaled logits and ranks of one chunk; what may not be drawn has the rank NEVER."""
-    ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(shaped + row.to(tl.int64) * vocab + ids, mask=ids < vocab, other=-float("inf"))
-    held = (tl.load(states + row * CHUNKS + chunk) & banned) != 0
-    most = tl.where(held, -float("inf"), float("inf"))
-    scaled, rank = ranked(tl.minimum(x, most), top, record)
-    return ids, scaled, rank
+def ranks_at(
+    ids, shaped, states, row, vocab, top, banned, record, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Scaled logits and ranks of these ids of a row; what may not be drawn has the rank NEVER."""
+    inside = ids < vocab
+    x = tl.load(shaped + row.to(tl.int64) * vocab + ids, mask=inside, other=-float("inf"))
+    state = tl.load(states + row * CHUNKS + ids // BLOCK, mask=inside, other=0)
+    return ranked(tl.where((state & banned) != 0, -float("inf"), x), top, record)

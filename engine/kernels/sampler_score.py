@@ -32,9 +32,8 @@ BIASES = tl.constexpr(tables.BIASES)
 HOT, FILTERED, PENALTIES, BIASED = (
     tl.constexpr(bit) for bit in (tables.HOT, tables.FILTERED, tables.PENALTIES, tables.BIASED)
 )
-# Bits of a chunk's state.
-BAD = tl.constexpr(1)  # NaN or +inf among the raw logits
-HELD = tl.constexpr(2)  # only stop ids that min_tokens holds back are legal here: they were kept
+# A chunk's state: only stop ids that min_tokens holds back are legal in it, and they were kept.
+HELD = tl.constexpr(1)
 NO_ID = tl.constexpr(2**31 - 1)
 
 
@@ -81,6 +80,19 @@ def _penalised(x, ids, inside, history, slot, vocab, record, tokens, first, draf
 
 
 @triton.jit
+def _shaped(
+    x, ids, inside, chunk, slot, vocab, record, flags, bias_ids, bias_values, history,
+    tokens, first, drafts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bias, then penalties, where the slot has them."""
+    if (flags & BIASED) != 0:
+        x = _biased(x, ids, bias_ids, bias_values, slot, record, chunk * BLOCK, BLOCK)
+    if (flags & PENALTIES) != 0:
+        x = _penalised(x, ids, inside, history, slot, vocab, record, tokens, first, drafts)
+    return x
+
+
+@triton.jit
 def _held(x, ids, record):
     """The logits without the stop ids, or HELD and with them where nothing else is left."""
     kept = x
@@ -94,27 +106,16 @@ def _held(x, ids, record):
 
 
 @triton.jit
-def _race(x, peak, record, position, quads):
-    """The race of each token of the chunk: the smallest wins; +inf for what is not legal."""
+def _race(x, peak, record, position, quads, BLOCK: tl.constexpr):
+    """The race of each token of the chunk [BLOCK]: the smallest wins; +inf where not legal."""
     words = quad_words(
         tl.load(record + SEED), tl.load(record + SEED + 1), position,
         tl.load(record + CHOICE), quads,
     )  # fmt: skip
     # The chunk's best has exponent 0, so that no temperature makes the whole chunk overflow.
     top = tl.where(peak > -float("inf"), peak, 0.0)
+    words = tl.reshape(words, [BLOCK])
     return exponential(words) * tl.exp2((top - x) * number(record, RATE))
-
-
-@triton.jit
-def _candidate(x, ids, peak, hot, record, position, quads):
-    """The token of the chunk that can be the row's, and its logit."""
-    token = tl.min(tl.where(x == peak, ids, NO_ID))
-    value = peak
-    if hot:
-        race = _race(x, peak, record, tl.load(position), quads)
-        token = tl.min(tl.where(race == tl.min(race), ids, NO_ID))
-        value = tl.max(tl.where(ids == token, x, -float("inf")))
-    return token, value
 
 
 @triton.jit
@@ -143,23 +144,22 @@ def _score(
         at = logits + row.to(tl.int64) * stride
         x = tl.load(at + ids, mask=inside, other=-float("inf")).to(tl.float32)
         wrong = (x != x) | (x == float("inf"))
-        state = tl.max(wrong.to(tl.int32)) * BAD
         x = tl.where(wrong, -float("inf"), x)
         if MASKED:
             allowed = masks + tl.load(row_mask + row).to(tl.int64) * mask_stride
             x = _masked(x, ids, quads, vocab, allowed)
         if SHAPED:
             first, drafts = tl.load(row_first + row), tl.load(row_offset + row)
-            if (flags & BIASED) != 0:
-                x = _biased(x, ids, bias_ids, bias_values, slot, record, chunk * BLOCK, BLOCK)
-            if (flags & PENALTIES) != 0:
-                x = _penalised(
-                    x, ids, inside, history, slot, vocab, record, tokens, first, drafts
-                )
+            x = _shaped(
+                x, ids, inside, chunk, slot, vocab, record, flags, bias_ids, bias_values, history,
+                tokens, first, drafts, BLOCK,
+            )  # fmt: skip
+        state = tl.full((), 0, tl.int32)
         if tl.load(row_hold + row) != 0:
-            x, held = _held(x, ids, record)
-            state = state | held
-        peak = tl.max(x)
+            x, state = _held(x, ids, record)
+        # A wrong logit shows as a peak of +inf, which nothing else can be: one reduction less.
+        x = tl.reshape(tl.where(wrong, float("inf"), x), [BLOCK])
+        peak, best = tl.max(x, axis=0, return_indices=True)
         place = row * CHUNKS + chunk
         tl.store(peaks + place, peak)
         tl.store(states + place, state)
@@ -167,12 +167,17 @@ def _score(
         if FILTERS:
             plain = (flags & FILTERED) == 0
             if (flags & FILTERED) != 0:
-                tl.store(shaped + row.to(tl.int64) * vocab + ids, x, mask=inside)
+                at_row = shaped + row.to(tl.int64) * vocab + chunk * BLOCK
+                flat = tl.arange(0, BLOCK)
+                tl.store(at_row + flat, x, mask=chunk * BLOCK + flat < vocab)
                 _strip_tops(x, strips + place * (BLOCK // STRIP), BLOCK, STRIP)
         if plain:
-            hot = (flags & HOT) != 0
-            token, value = _candidate(x, ids, peak, hot, record, row_position + row, quads)
-            tl.store(candidates + place, token)
+            value = peak
+            if (flags & HOT) != 0:
+                race = _race(x, peak, record, tl.load(row_position + row), quads, BLOCK)
+                _, best = tl.min(race, axis=0, return_indices=True)
+                value = tl.max(tl.where(tl.arange(0, BLOCK) == best, x, -float("inf")))
+            tl.store(candidates + place, chunk * BLOCK + best)
             tl.store(values + place, value)
 
 
@@ -187,10 +192,11 @@ def chunk_tops(peaks, states, row, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     peak = tl.load(peaks + row * CHUNKS + places, mask=real, other=-float("inf"))
     state = tl.load(states + row * CHUNKS + places, mask=real, other=0)
     free = tl.max(tl.where((state & HELD) == 0, peak, -float("inf")))
+    most = tl.max(peak)
     banned = tl.where(free == -float("inf"), 0, HELD)
-    top = tl.where(free == -float("inf"), tl.max(peak), free)
-    legal = (top > -float("inf")) & (tl.max(state & BAD) == 0)
-    return tl.where(top > -float("inf"), top, 0.0), legal, banned
+    top = tl.where(free == -float("inf"), most, free)
+    legal = (top > -float("inf")) & (most < float("inf"))
+    return tl.where(legal, top, 0.0), legal, banned
 
 
 @triton.jit

@@ -19,9 +19,9 @@ from torch import Tensor
 from engine.messages import Sampling
 
 BLOCK = 1024  # vocabulary ids a program scores; fixes the order of float sums: the same for all R
-STRIP = 16  # neighbours that share one maximum when a filtered row looks for its best tokens
-TILE = 2048  # best tokens of a filtered row that are looked at together; more take a slow path
-AIM = 512  # how many of them the pivot aims at: the tile leaves room for ties and crowded strips
+STRIP = 8  # neighbours that share one maximum when a filtered row looks for its best tokens
+TILE = 4096  # best tokens of a filtered row that are looked at together; more take a slow path
+AIM = 2048  # how many of them the pivot aims at: the tile leaves room for ties and crowded strips
 FACTS = 6  # words that the kernels of a filtered row tell each other
 BEST = 20  # most alternatives that logprobs can ask for
 BIASES = 1024  # most biased ids of a sequence
@@ -98,7 +98,7 @@ class Scratch:
     peak: Tensor  # [R, chunks] float32: largest logit of the chunk after masks and penalties
     value: Tensor  # [R, chunks] float32: the logit of the chunk's candidate
     token: Tensor  # [R, chunks] int32: the candidate
-    state: Tensor  # [R, chunks] int32: bits of what the chunk met, see sampler_score
+    state: Tensor  # [R, chunks] int32: HELD or 0, see sampler_score
     shaped: Tensor  # [R, vocab] float32: logits after masks and penalties, of filtered rows
     strips: Tensor  # [R, chunks * BLOCK / STRIP] float32: maxima of strips, of filtered rows
     row: Tensor  # [R, FACTS] int32: what is known of a filtered row, see sampler_ranks

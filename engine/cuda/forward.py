@@ -1,0 +1,204 @@
+"""The forward half of a step: a plan's integers to the device, then all layers.  Draws nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cuda.buckets import bucket, sizes
+from engine.cuda.graphs import Graphs
+from engine.cuda.layout import Ints, Layout, Mirror
+from engine.cuda.ops import KernelOps, StepViews, chunks_possible
+from engine.cuda.picks import Picks
+from engine.kernels.attention_meta import AttentionMeta
+from engine.kernels.attention_plan import (
+    SHORT,
+    fill_chunks,
+    fill_short,
+    most_chunk_items,
+    short_tile,
+)
+from engine.kernels.chunk_attention import SHAPES
+from engine.runner import StepTooLarge
+
+if TYPE_CHECKING:
+    from engine.cuda.slots import Place
+    from engine.model_config import ModelConfig
+    from engine.models import Model
+    from engine.plan import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the largest step may hold."""
+
+    tokens: int  # flat
+    rows: int  # sequences
+    max_len: int  # positions
+    size: int  # tokens a block
+    split: int  # positions of one attention split
+    items: int  # attention items of short rows; a step that needs more is too large
+    copies: int  # host buffers: steps under way, and one
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    layout: Layout
+    views: StepViews
+    chunk_items: int  # room for
+
+
+class Forward:
+    """All layers of a model over a plan, as one graph a bucket of flat tokens."""
+
+    def __init__(
+        self, model: Model, shape: ModelConfig, ops: KernelOps, table: Tensor, picks: Picks,
+        graphs: Graphs, limits: Limits, trash: int,
+    ) -> None:  # fmt: skip
+        """`trash` is the page slot that padded tokens write to."""
+        self.model, self.ops, self.limits = model, ops, limits
+        self._picks, self._graphs, self._trash, self._table = picks, graphs, trash, table
+        self._tile = short_tile(shape.heads // shape.kv_heads)
+        self._chunk_tile = SHAPES[shape.head_dim].tile
+        self.sizes = sizes(limits.tokens)
+        layouts = {size: self._layout(size) for size in self.sizes}
+        words = max(layout.words for layout in layouts.values())
+        self._mirror = Mirror(words, limits.copies, table.device)
+        self._buckets = {size: self._bucket(layouts[size]) for size in self.sizes}
+        self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
+
+    @property
+    def tokens(self) -> Tensor:
+        """Flat input tokens of the newest step: int32, the same address in every bucket."""
+        return self._mirror.buffer[: self.limits.tokens]
+
+    def _layout(self, size: int) -> Layout:
+        limits = self.limits
+        rows = min(size, limits.rows)
+        tiles = min(size, rows * -(-min(size, SHORT) // self._tile))
+        short = min(limits.items, tiles * -(-limits.max_len // limits.split))
+        chunks = max(1, most_chunk_items(rows, size, tile=self._chunk_tile))
+        one = {name: (size,) for name in ("tokens", "origin", "positions", "kv")}
+        row = {name: (rows,) for name in ("slot", "first", "start", "count")}
+        rest = {"short_total": (1,), "chunk_total": (1,), "chunk_items": (2, chunks),
+                "short_items": (2, short)}  # fmt: skip
+        return Layout({**one, **row, **rest})
+
+    def _bucket(self, layout: Layout) -> _Bucket:
+        at = layout.device(self._mirror.buffer)
+        meta = AttentionMeta(
+            table=self._table, slot=at["slot"], first=at["first"], start=at["start"],
+            count=at["count"], short_items=at["short_items"], short_total=at["short_total"],
+            chunk_items=at["chunk_items"], chunk_total=at["chunk_total"],
+        )  # fmt: skip
+        views = StepViews(at["tokens"], at["origin"], at["positions"], at["kv"], meta)
+        return _Bucket(layout, views, layout.shapes["chunk_items"][1])
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def launch(self, rows: list[Row], places: list[Place]) -> None:
+        """Send the plan and run all layers; raise StepTooLarge before anything is launched."""
+        count = sum(row.count for row in rows)
+        if count > self.limits.tokens:
+            raise StepTooLarge(f"{count} flat tokens; the largest step has {self.limits.tokens}")
+        size = bucket(self.sizes, count)
+        number, staged = self._mirror.next()
+        made = self._buckets[size]
+        chunks = self._fill(made.layout.host(staged), rows, places, count)
+        self._mirror.send(number, made.layout.words)
+        self._run(size, made, chunks)
+
+    def _run(self, size: int, made: _Bucket, chunks: bool) -> None:
+        most = made.chunk_items if chunks else 0
+
+        def body() -> None:
+            self.ops.begin(made.views, most)
+            self.taps = self.model.run(self.ops).taps
+
+        self._graphs.run(("forward", size, chunks), body)
+
+    def warm(self, size: int, *, chunks: bool) -> None:
+        """Pick, compile and capture a bucket, on a step without rows."""
+        self._picks.tune("layer", size)
+        if chunks and not chunks_possible(size):
+            return
+        made = self._buckets[size]
+        number, staged = self._mirror.next()
+        self._fill(made.layout.host(staged), [], [], 0)
+        self._mirror.send(number, made.layout.words)
+        self._run(size, made, chunks)
+
+    def _fill(
+        self, at: dict[str, Ints], rows: list[Row], places: list[Place], count: int
+    ) -> bool:
+        """Write a step's integers; return whether it has chunks."""
+        tokens, origin, positions, kv = _flat(rows, places, self.limits.size)
+        for name, values, rest in (
+            ("tokens", tokens, 0), ("origin", origin, -1), ("positions", positions, 0),
+            ("kv", kv, self._trash),
+        ):  # fmt: skip
+            at[name][:count] = values
+            at[name][count:] = rest
+        starts = np.array([row.start for row in rows], dtype=np.int32)
+        counts = np.array([row.count for row in rows], dtype=np.int32)
+        many = len(rows)
+        at["slot"][:many] = [place.slot for place in places]
+        at["start"][:many], at["count"][:many] = starts, counts
+        at["count"][many:] = 0
+        np.cumsum(counts, out=at["first"][:many])
+        at["first"][:many] -= counts
+        self._check_items(starts, counts, at["short_items"].shape[1])
+        at["short_total"][0] = fill_short(
+            starts, counts, at["short_items"], tile=self._tile, split=self.limits.split
+        )
+        chunks = fill_chunks(starts, counts, at["chunk_items"], tile=self._chunk_tile)
+        at["chunk_total"][0] = chunks
+        return chunks > 0
+
+    def _check_items(self, starts: Ints, counts: Ints, room: int) -> None:
+        short = counts <= SHORT
+        splits = (starts[short] + counts[short]) // self.limits.split + 1
+        wanted = int((splits * -(-counts[short] // self._tile)).sum())
+        if wanted > room:
+            raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
+
+
+def _flat(
+    rows: list[Row], places: list[Place], size: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Token ids, origins, positions and page slots of all rows, end to end."""
+    tokens: list[int] = []
+    origin: list[int] = []
+    positions: list[int] = []
+    kv: list[int] = []
+    for row, place in zip(rows, places, strict=True):
+        seq, start, count = row.seq, row.start, row.count
+        if count == 1:
+            tokens.append(0 if row.pending else seq.tokens[start])
+            origin.append(place.slot if row.pending else -1)
+            positions.append(start)
+            kv.append(seq.blocks[start // size].id * size + start % size)
+            continue
+        tokens += seq.tokens[start : start + count - row.drafts]
+        tokens += row.draft
+        origin += [-1] * count
+        run = np.arange(start, start + count)
+        positions += run.tolist()
+        first = start // size
+        ids = np.array([block.id for block in seq.blocks[first : -(-(start + count) // size)]])
+        kv += (ids[run // size - first] * size + run % size).tolist()
+    return tokens, origin, positions, kv
+
+
+def noted(picks: Picks, model: Model, dtype: torch.dtype) -> None:
+    """Tell the picks which products a step has."""
+    for layer in model.layers:
+        picks.note("layer", layer.qkv, "store", dtype)
+        picks.note("layer", layer.out, "add", dtype)
+        picks.note("layer", layer.gate_up, "gate", dtype)
+        picks.note("layer", layer.down, "add", dtype)
+    picks.note("head", model.head, "store", torch.float32)

@@ -1,0 +1,70 @@
+"""Where a step's integers lie: one buffer on the device, filled by one copy.  Knows no step.
+
+Captured graphs read fixed addresses, so every array of a step is a view of one int32 buffer.  The
+layout depends on the step's bucket: a small step copies little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGN = 4  # int32 words: kernels may load 16 bytes at a time
+
+Ints = NDArray[np.int32]
+
+
+class Layout:
+    """Names and shapes, laid end to end."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = dict(shapes)
+        self.offsets: dict[str, int] = {}
+        self.words = 0
+        for name, shape in self.shapes.items():
+            self.offsets[name] = self.words
+            self.words += -(-int(np.prod(shape)) // ALIGN) * ALIGN
+
+    def device(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Every array as a view of the int32 buffer."""
+        return {
+            name: buffer[at : at + int(np.prod(self.shapes[name]))].view(self.shapes[name])
+            for name, at in self.offsets.items()
+        }
+
+    def host(self, buffer: Ints) -> dict[str, Ints]:
+        """The same on the host's side."""
+        return {
+            name: buffer[at : at + int(np.prod(self.shapes[name]))].reshape(self.shapes[name])
+            for name, at in self.offsets.items()
+        }
+
+
+class Mirror:
+    """A device buffer and as many host buffers as steps may be under way, taken in turn."""
+
+    def __init__(self, words: int, copies: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.buffer = torch.zeros(words, dtype=torch.int32, device=device)
+        self._staged = [
+            torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)
+        ]
+        self._arrays: list[Ints] = [staged.numpy() for staged in self._staged]
+        self._turn = 0
+
+    def next(self) -> tuple[int, Ints]:
+        """The host buffer whose last copy is done by now, and its number."""
+        self._turn = (self._turn + 1) % len(self._staged)
+        return self._turn, self._arrays[self._turn]
+
+    def array(self, number: int) -> Ints:
+        """A host buffer that `next` gave out."""
+        return self._arrays[number]
+
+    def send(self, number: int, words: int) -> None:
+        """Copy the first `words` of a host buffer to the device, in stream order."""
+        self.buffer[:words].copy_(self._staged[number][:words], non_blocking=True)

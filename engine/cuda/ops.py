@@ -1,0 +1,131 @@
+"""A decoder layer as fused kernels on buffers that never move.  See engine/ops.py for what each is.
+
+A captured graph replays addresses, so activations live in buffers made once for the largest step;
+a step of N tokens uses their first N rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.cuda.picks import Picks
+from engine.kernels.attention_meta import AttentionMeta
+from engine.kernels.attention_plan import SHORT
+from engine.kernels.chunk_attention import chunk_attention
+from engine.kernels.decode_attention import DecodeScratch, decode_attention
+from engine.kernels.embed import embed
+from engine.kernels.norm import norm
+from engine.kernels.rope import rotate_and_store
+from engine.layers import Linear, rotary_frequencies
+
+if TYPE_CHECKING:
+    from engine.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepViews:
+    """One bucket's integers on the device; all int32."""
+
+    tokens: Tensor  # [N]
+    origin: Tensor  # [N] slot whose newest token this is, or -1
+    positions: Tensor  # [N]
+    kv: Tensor  # [N] page slot: block * size + offset
+    attention: AttentionMeta
+
+
+class KernelOps:
+    """The operations of one step after the other; `begin` says which bucket comes next."""
+
+    def __init__(
+        self, shape: ModelConfig, pages: Tensor, last: Tensor, picks: Picks, scratch: DecodeScratch,
+        *, most: int, max_len: int, split: int, workers: int, taps: int = 0,
+    ) -> None:  # fmt: skip
+        """`pages` [layers, blocks + 1, 2, size, kv_heads, head_dim]; `most` tokens a step."""
+        self._shape, self._pages, self._last, self._picks = shape, pages, last, picks
+        self._scratch, self._split, self._workers = scratch, split, workers
+        self._scale = 1 / math.sqrt(shape.head_dim)
+        device, dtype = pages.device, pages.dtype
+        heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+
+        def rows(width: int) -> Tensor:
+            return torch.zeros(most, width, dtype=dtype, device=device)
+
+        self.x = rows(shape.hidden)
+        self._normed = rows(shape.hidden)
+        self._qkv = rows((heads + 2 * kv_heads) * dim)
+        self._mixed = rows(heads * dim)
+        self._both = rows(2 * shape.intermediate)
+        self._inner = rows(shape.intermediate)
+        self._kept = [rows(shape.hidden) for _ in range(taps)]
+        angles = torch.outer(
+            torch.arange(max_len, dtype=torch.float64), rotary_frequencies(shape)
+        )
+        self._cos = angles.cos().float().to(device).contiguous()
+        self._sin = angles.sin().float().to(device).contiguous()
+        self._views: StepViews | None = None
+        self._count = self._chunks = self._taken = 0
+
+    @property
+    def _step(self) -> StepViews:
+        assert self._views is not None, "begin was not called"
+        return self._views
+
+    def begin(self, views: StepViews, chunks: int) -> None:
+        """The next step's integers; `chunks` is the launch's bucket of chunk items, 0 = none."""
+        self._views = views
+        self._count, self._chunks, self._taken = views.tokens.shape[0], chunks, 0
+
+    def embed(self, table: Tensor) -> Tensor:
+        """See Ops."""
+        step, out = self._step, self.x[: self._count]
+        embed(step.tokens, step.origin, self._last, table, out, overlap=self._picks.overlap)
+        return out
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """See Ops."""
+        out = self._normed[: self._count]
+        norm(x, gain, out, eps, overlap=self._picks.overlap)
+        return out
+
+    def attend(self, layer: int, x: Tensor, qkv: Linear) -> Tensor:
+        """See Ops."""
+        step, count, pages = self._step, self._count, self._pages[layer]
+        both, out = self._qkv[:count], self._mixed[:count]
+        self._picks.run(x, qkv, both)
+        rotate_and_store(both, pages, step.positions, step.kv, self._cos, self._sin)
+        decode_attention(
+            both, pages, out, step.attention, self._scratch,
+            scale=self._scale, split=self._split, workers=self._workers,
+        )
+        if self._chunks:
+            chunk_attention(
+                both, pages, out, step.attention, scale=self._scale, most=self._chunks
+            )
+        return out
+
+    def add(self, x: Tensor, inner: Tensor, linear: Linear) -> Tensor:
+        """See Ops; in place."""
+        self._picks.run(inner, linear, x, residual=x)
+        return x
+
+    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+        """See Ops; the projection's rows take turns (`join_gate`)."""
+        out = self._inner[: self._count]
+        self._picks.run(x, gate_up, out, both=self._both[: self._count])
+        return out
+
+    def keep(self, x: Tensor) -> Tensor:
+        """See Ops: a copy, since the next layer adds to `x`."""
+        kept = self._kept[self._taken][: self._count]
+        self._taken += 1
+        return kept.copy_(x)
+
+
+def chunks_possible(tokens: int) -> bool:
+    """Whether a step of so many tokens can hold a row that is no short one."""
+    return tokens > SHORT

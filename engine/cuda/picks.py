@@ -1,0 +1,230 @@
+"""Which kernel computes each product, measured on the device that runs it.  Computes none itself.
+
+Every candidate for a product gives the same bits (engine/kernels/matmul.py), so the choice is free
+to follow the clock, and may differ from run to run.  cuBLAS is a candidate where it is seen to give
+those bits too; beyond INVARIANT rows, where no promise is made, also where it does not and is
+clearly faster.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.matmul import Tile, gate, product
+from engine.layers import Linear
+
+log = logging.getLogger("engine.cuda.picks")
+
+INVARIANT = 128  # rows up to which a row's bits must not depend on how many rows there are
+CLEARLY = 0.9  # of the time of the best invariant candidate
+WORKING_SET = 160 << 20  # bytes of weights a measurement cycles through: well beyond the L2 cache
+ROUNDS = 3
+
+# (bn, bk, warps, stages) by rows of x: what won for some shape and row count when all of 48 were
+# measured on an H200 (576- to 4096-wide layers, 1 to 128 rows).
+CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((32, 64, 4, 5), (16, 128, 4, 5), (32, 128, 4, 5), (64, 128, 4, 5), (32, 256, 4, 5),
+         (64, 256, 4, 3), (128, 128, 4, 3)),
+    32: ((32, 64, 4, 5), (16, 128, 4, 5), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 5),
+         (128, 128, 4, 3)),
+    64: ((16, 128, 4, 5), (32, 128, 4, 5), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4)),
+    128: ((32, 64, 8, 5), (32, 128, 8, 4), (64, 64, 8, 5), (128, 64, 8, 3)),
+}  # fmt: skip
+CUBLAS = None
+
+Key = tuple[int, int, str, str]  # columns, depth, epilogue, type of the result
+Pick = Tile | None
+
+
+def height(rows: int) -> int:
+    """Rows of the tile for `rows` rows of x."""
+    return min(128, max(16, triton.next_power_of_2(rows)))
+
+
+class Picks:
+    """Runs products by the best known pick; measures where none is known."""
+
+    def __init__(self, device: torch.device, store: Path | None = None) -> None:
+        """`store` keeps what was measured from one start to the next; None = nowhere."""
+        self.device = device
+        self.overlap = False
+        self._weights: dict[str, dict[Key, list[Tensor]]] = {}  # by group
+        self._chosen: dict[tuple[Key, int], Pick] = {}
+        self._store = store if device.type == "cuda" else None
+        self._changed = False
+        if self._store is not None:
+            self._load(self._store)
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    def run(
+        self, x: Tensor, linear: Linear, out: Tensor, *,
+        residual: Tensor | None = None, both: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """out = x W^T + bias, plus `residual` (which must be `out`), or gated through `both`.
+
+        `both` [M, N] is room for the product of a gated projection, whose `out` is [M, N / 2].
+        """
+        weight = linear.weight
+        assert weight is not None, "a packed weight cannot run here"
+        epilogue = "gate" if both is not None else "add" if residual is not None else "store"
+        key = (*weight.shape, epilogue, str(out.dtype).removeprefix("torch."))
+        pick = self._chosen.get((key, x.shape[0]), self._first(x.shape[0]))
+        _launch(pick, x, weight, linear.bias, out, residual, both, self.overlap)
+
+    def note(self, group: str, linear: Linear, epilogue: str, kind: torch.dtype) -> None:
+        """Say before anything runs that this product will be wanted, and with which others."""
+        weight = linear.weight
+        assert weight is not None
+        key = (*weight.shape, epilogue, str(kind).removeprefix("torch."))
+        self._weights.setdefault(group, {}).setdefault(key, []).append(weight)
+
+    def _first(self, rows: int) -> Tile:
+        bm = height(rows)
+        return Tile(bm, *CANDIDATES[bm][0])
+
+    # ---- measuring -------------------------------------------------------------------------------
+
+    def tune(self, group: str, rows: int) -> None:
+        """Make sure that every noted product of the group has its pick for `rows` rows."""
+        if self.device.type != "cuda":
+            return
+        for key, weights in self._weights.get(group, {}).items():
+            if (key, rows) not in self._chosen:
+                self._chosen[key, rows] = self._best(key, weights, rows)
+                self._changed = True
+
+    def _best(self, key: Key, weights: list[Tensor], rows: int) -> Pick:
+        columns, depth, epilogue, kind = key
+        few = weights[: max(2, WORKING_SET // weights[0].nbytes + 1)]
+        x = torch.randn(rows, depth, device=self.device).to(weights[0].dtype)
+        width = columns // 2 if epilogue == "gate" else columns
+        out = torch.zeros(rows, width, device=self.device, dtype=getattr(torch, kind))
+        both = out.new_empty(rows, columns) if epilogue == "gate" else None
+
+        def runs(pick: Pick, overlap: bool = False) -> Callable[[], None]:
+            residual = out if epilogue == "add" else None
+
+            def run() -> None:
+                for weight in few:
+                    _launch(pick, x, weight, None, out, residual, both, overlap)
+
+            return run
+
+        bm = height(rows)
+        times: dict[Pick, float] = {}
+        for shape in CANDIDATES[bm]:
+            if columns % 16 == 0 and (epilogue != "gate" or shape[0] >= 32):
+                tile = Tile(bm, *shape)
+                times[tile] = _timed(runs(tile))
+        best = min(times, key=lambda pick: times[pick])
+        if kind == str(x.dtype).removeprefix("torch."):
+            library = _timed(runs(CUBLAS))
+            same = self._same(x, few[0], epilogue, best)
+            if library < times[best] * (1.0 if same else CLEARLY) and (same or rows > INVARIANT):
+                return CUBLAS
+        return best
+
+    def _same(self, x: Tensor, weight: Tensor, epilogue: str, tile: Pick) -> bool:
+        """Whether cuBLAS gives the tile's bits."""
+        results = []
+        for pick in (tile, CUBLAS):
+            columns = weight.shape[0]
+            seeded = torch.Generator(x.device).manual_seed(1)
+            out = torch.randn(
+                x.shape[0], columns // 2 if epilogue == "gate" else columns,
+                device=x.device, generator=seeded,
+            ).to(x.dtype)
+            both = out.new_empty(x.shape[0], columns) if epilogue == "gate" else None
+            residual = out if epilogue == "add" else None
+            _launch(pick, x, weight, None, out, residual, both, False)
+            results.append(out)
+        return torch.equal(*results)
+
+    # ---- remembering -----------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write what was measured to the store; a store that cannot be written is no error."""
+        if self._store is None or not self._changed:
+            return
+        rows = [
+            [*key, count, None if pick is None else [pick.bm, pick.bn, pick.bk, pick.warps,
+                                                     pick.stages]]
+            for (key, count), pick in self._chosen.items()
+        ]
+        try:
+            self._store.parent.mkdir(parents=True, exist_ok=True)
+            part = self._store.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({"device": _stamp(self.device), "picks": rows}))
+            part.replace(self._store)
+            self._changed = False
+        except OSError as error:
+            log.warning("picks are not kept: %s", error)
+
+    def _load(self, store: Path) -> None:
+        try:
+            found = json.loads(store.read_text())
+            if found["device"] != _stamp(self.device):
+                return
+            for columns, depth, epilogue, kind, count, tile in found["picks"]:
+                key = (columns, depth, epilogue, kind)
+                self._chosen[key, count] = None if tile is None else Tile(*tile)
+        except (OSError, ValueError, KeyError, TypeError):
+            self._chosen.clear()  # a damaged store is measured anew
+
+
+def store_path() -> Path:
+    """Where picks are kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slipstream/picks.json"
+
+
+def _stamp(device: torch.device) -> str:
+    """What a measurement is true for."""
+    name = torch.cuda.get_device_name(device)
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}, 1"
+
+
+def _launch(
+    pick: Pick, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
+    residual: Tensor | None, both: Tensor | None, overlap: bool,
+) -> None:  # fmt: skip
+    if pick is not None or bias is not None:
+        tile = pick or Tile(height(x.shape[0]), *CANDIDATES[height(x.shape[0])][0])
+        product(x, weight, out, tile, bias=bias, residual=residual, swiglu=both is not None,
+                overlap=overlap, ahead=512 if weight.shape[1] >= 512 else 0)
+    elif both is not None:
+        torch.mm(x, weight.t(), out=both)
+        gate(both, out)
+    elif residual is not None:
+        out.addmm_(x, weight.t())
+    else:
+        torch.mm(x, weight.t(), out=out)
+
+
+def _timed(run: Callable[[], None]) -> float:
+    """Milliseconds of a captured run, the fastest of a few."""
+    try:
+        run()
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    times = []
+    for _ in range(ROUNDS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times[1:])

@@ -1,0 +1,228 @@
+"""The device side of a step on one GPU, running a step ahead of the host.  Chooses no rows.
+
+    launch   integers to the device (one copy), forward graph
+    supply   grammar masks to the device
+    settle   settle graph: draw, walk drafts, newest token to its slot; results home, event
+    collect  wait for the event
+
+All of it is queued on one stream, so that order is the only synchronisation: a slot or a block that
+the host gave to another sequence is written by the old one's last step before the new one's first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.cuda.forward import Forward, Limits, noted
+from engine.cuda.graphs import Graphs
+from engine.cuda.ops import KernelOps
+from engine.cuda.picks import Picks, store_path
+from engine.cuda.settle import Draw, Settling
+from engine.cuda.slots import Slots
+from engine.drafting import guess
+from engine.kernels.decode_attention import DecodeScratch
+from engine.kernels.sampler import Needs
+from engine.runner import Flight
+
+if TYPE_CHECKING:
+    from cache.pages import Pages
+    from engine.model_config import ModelConfig
+    from engine.models import Model
+    from engine.plan import Plan
+    from engine.proposer import DeviceDraft
+    from engine.sequence import Sequence
+
+SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
+SCRATCH = 1 << 30  # most bytes of attention scratch
+WORKERS = 264  # attention programs over all KV heads: two a multiprocessor
+PLAIN = Needs()
+FILTERED = Needs(filters=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """The largest step and sequence."""
+
+    tokens: int  # flat tokens of a step
+    rows: int  # sequences of a step
+    max_len: int  # tokens of a sequence
+    drafts: int  # draft tokens a row; 0 without a proposer
+
+
+@dataclass
+class CudaFlight(Flight):
+    """What is kept of a step between its phases."""
+
+    draw: Draw | None = None
+
+
+class CudaRunner:
+    """Runs plans on one model with one pool of pages.
+
+    On a CPU (tests, with Triton's interpreter) it does the same without graphs.
+    """
+
+    keeps_history = True
+
+    def __init__(
+        self, model: Model, shape: ModelConfig, pages: Pages, most: Most,
+        head: DeviceDraft | None = None, *, capture: bool = False,
+    ) -> None:  # fmt: skip
+        """`pages` has one block more than the pool gives out: padded tokens write there.
+
+        `capture` graphs, which needs a GPU; a device draft runs without.
+        """
+        self.model, self.pages, self.head, self.most = model, pages, head, most
+        self.device = pages.data.device
+        on_gpu = self.device.type == "cuda"
+        self.depth = 0 if head is not None else 1
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self._graphs = Graphs(capture and head is None)
+        self._flights: deque[CudaFlight] = deque()
+        with torch.inference_mode(), self._on_stream():
+            self._make(shape)
+        if head is not None:
+            head.reserve(pages.blocks, pages.size, pages.data.dtype, self.device)
+
+    def _make(self, shape: ModelConfig) -> None:
+        most, pages = self.most, self.pages
+        dtype, device = pages.data.dtype, self.device
+        split = SPLITS[shape.head_dim]
+        each = shape.kv_heads * 16 * (shape.head_dim + 2) * 4
+        items = min(SCRATCH // each, most.rows * -(-most.max_len // split))
+        copies = self.depth + 2
+        limits = Limits(most.tokens, most.rows, most.max_len, pages.size, split, items, copies)
+        picks = Picks(device, store_path())
+        noted(picks, self.model, dtype)
+        self.picks = picks
+        self.slots = Slots(most.rows, -(-most.max_len // pages.size), shape.vocab, device)
+        ops = KernelOps(
+            shape, pages.data, self.slots.tables.last, picks,
+            DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),
+            most=most.tokens, max_len=most.max_len, split=split,
+            workers=max(1, WORKERS // shape.kv_heads),
+            taps=len(self.head.taps) if self.head is not None else 0,
+        )  # fmt: skip
+        trash = (pages.blocks - 1) * pages.size
+        self.forward = Forward(
+            self.model, shape, ops, self.slots.table, picks, self._graphs, limits, trash
+        )
+        self.settling = Settling(
+            self.model, ops.x, self.forward.tokens, self.slots.tables, picks, self._graphs,
+            rows=min(most.tokens, most.rows * (most.drafts + 1)), groups=most.rows,
+            vocab=shape.vocab, eps=shape.rms_eps, copies=copies,
+        )  # fmt: skip
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @property
+    def lookahead(self) -> int:
+        """Slots that a sequence needs beyond its wanted tokens: the device draft writes ahead."""
+        return self.most.drafts + 1 if self.head is not None else 0
+
+    @property
+    def blocks(self) -> int:
+        """All blocks of the pages but the one that padded tokens write to."""
+        return self.pages.blocks - 1
+
+    # ---- the phases ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Flight:
+        """See StepRunner.  Fresh blocks are not cleared: the kernels mask what was not written."""
+        with self._on_stream():
+            for source, target in plan.copies:
+                self.pages.copy(source, target)
+                if self.head is not None:
+                    self.head.copy(source, target)
+            places = [self.slots.place(row.seq) for row in plan.rows]
+            self.slots.upload()
+            draw = self.settling.prepare(plan.rows, places)
+            self.forward.launch(plan.rows, places)
+        flight = CudaFlight(plan, draw=draw)
+        self._flights.append(flight)
+        return flight
+
+    @torch.inference_mode()
+    def supply(self, flight: Flight, masks: Tensor, masked: list[int]) -> None:
+        """See StepRunner."""
+        assert isinstance(flight, CudaFlight)
+        if flight.draw is not None:
+            with self._on_stream():
+                self.settling.supply(flight.draw, masks, masked)
+
+    @torch.inference_mode()
+    def settle(self, flight: Flight) -> None:
+        """See StepRunner."""
+        assert isinstance(flight, CudaFlight)
+        try:
+            with self._on_stream():
+                if flight.draw is not None:
+                    self.settling.launch(flight.draw)
+                if self.head is not None:
+                    self._read(flight)
+                    taps = self.forward.taps
+                    assert taps is not None, "the model was built without the draft's taps"
+                    flight.drafts = guess(self.head, flight.plan, flight.drawn, taps,
+                                          self.pages.size, self.most.drafts)
+        except BaseException:
+            self._flights.remove(flight)
+            raise
+
+    def collect(self, depth: int) -> list[Flight]:
+        """See StepRunner."""
+        ready: list[Flight] = []
+        while len(self._flights) > depth:
+            flight = self._flights.popleft()
+            if self.head is None:
+                self._read(flight)
+            ready.append(flight)
+        return ready
+
+    def _read(self, flight: CudaFlight) -> None:
+        """Wait for a step's results and cut them by row."""
+        tokens: list[int] = []
+        if flight.draw is not None:
+            tokens, flight.logprobs = self.settling.collect(flight.draw)
+        begin = 0
+        for row in flight.plan.rows:
+            end = begin + (row.drafts + 1 if row.last else 0)
+            flight.drawn.append(tokens[begin:end])
+            begin = end
+
+    def forget(self, seq: Sequence) -> None:
+        """See StepRunner."""
+        self.slots.forget(seq)
+
+    # ---- before the first step -------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def largest(self) -> None:
+        """Run the largest step, on no rows: what it allocates is what any step may."""
+        with self._on_stream():
+            self.forward.warm(self.forward.sizes[-1], chunks=True)
+            self.settling.warm(self.settling.sizes[-1], FILTERED, masked=True)
+
+    @torch.inference_mode()
+    def warm(self, tokens: int | None = None) -> None:
+        """Pick, compile and capture the buckets up to `tokens` flat tokens; None = all."""
+        with self._on_stream():
+            for size in self.forward.sizes:
+                if tokens is None or size <= tokens:
+                    self.forward.warm(size, chunks=False)
+                    self.forward.warm(size, chunks=True)
+            for size in self.settling.sizes:
+                if tokens is None or size <= tokens:
+                    for needs in (PLAIN, FILTERED):
+                        self.settling.warm(size, needs, masked=False)
+                        self.settling.warm(size, needs, masked=True)
+            self.picks.save()
+            if self._stream is not None:
+                self._stream.synchronize()

@@ -1,0 +1,269 @@
+"""The settling half of a step: logits, masks, draws, drafts walked, results home.  Runs no layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.cuda.buckets import bucket, sizes
+from engine.cuda.graphs import Graphs
+from engine.cuda.layout import Layout, Mirror
+from engine.cuda.picks import Picks
+from engine.kernels.norm import norm
+from engine.kernels.sampler import Needs, settle
+from engine.kernels.sampler_tables import (
+    BEST,
+    BIASED,
+    FILTERED,
+    PENALTIES,
+    SCORED,
+    Results,
+    Rows,
+    Scratch,
+    SlotTables,
+)
+from engine.messages import TokenLogprobs
+from engine.runner import StepTooLarge
+
+if TYPE_CHECKING:
+    from engine.cuda.slots import Place
+    from engine.models import Model
+    from engine.plan import Row
+
+BLOCKING = 16  # rows from which the host sleeps for a step instead of spinning
+
+
+@dataclass(slots=True)
+class Draw:
+    """One step's wanted rows between launch and collect."""
+
+    count: int
+    staged: int  # number of the host buffer with its integers
+    needs: Needs
+    wanted: list[int]  # logprobs asked for by each row, -1 = none
+    masked: bool = False
+    home: int = 0  # number of the result buffer
+    done: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    layout: Layout
+    picked: Tensor  # int32 [R] flat tokens whose logits are wanted
+    rows: Rows
+    results: Results
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where one step's results arrive."""
+
+    tokens: Tensor
+    own: Tensor
+    best_ids: Tensor
+    best_values: Tensor
+
+
+class Settling:
+    """Draws the rows of a step, as one graph a bucket of rows and kind of work."""
+
+    def __init__(
+        self, model: Model, x: Tensor, tokens: Tensor, tables: SlotTables, picks: Picks,
+        graphs: Graphs, *, rows: int, groups: int, vocab: int, eps: float, copies: int,
+    ) -> None:  # fmt: skip
+        """`rows` and `groups` are the most of a step; `x` and `tokens` those of every step."""
+        device = x.device
+        self.model, self.rows = model, rows
+        self._x, self._tables, self._picks, self._graphs = x, tables, picks, graphs
+        self._eps, self._groups = eps, groups
+        self.sizes = sizes(rows)
+        layouts = {size: self._layout(size) for size in self.sizes}
+        self._mirror = Mirror(max(at.words for at in layouts.values()), copies, device)
+        self._results = Results.allocate(rows, groups, device)
+        self._buckets = {size: self._bucket(layouts[size], tokens) for size in self.sizes}
+        self._scratch = Scratch.allocate(rows, vocab, device)
+        self._normed = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=device)
+        self._logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
+        words = (vocab + 31) // 32
+        self._masks = torch.full((rows + 1, words), -1, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._staged_masks = [
+            torch.empty(rows, words, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)
+        ]
+        self._homes = [_home(self._results, pinned) for _ in range(copies)]
+        self._turn = 0
+
+    def _layout(self, size: int) -> Layout:
+        names = ("picked", "slot", "position", "hold", "mask", "first", "offset")
+        groups = min(size, self._groups)
+        return Layout({
+            **{name: (size,) for name in names}, "count": (1,),
+            "group_row": (groups,), "group_rows": (groups,), "groups": (1,),
+        })  # fmt: skip
+
+    def _bucket(self, layout: Layout, tokens: Tensor) -> _Bucket:
+        at = layout.device(self._mirror.buffer)
+        picked = at.pop("picked")
+        many, groups, results = picked.shape[0], at["group_row"].shape[0], self._results
+        return _Bucket(
+            layout, picked, Rows(**at, tokens=tokens),
+            Results(results.tokens[:many], results.matched[:groups], results.own[:many],
+                    results.best_ids[:many], results.best_values[:many]),
+        )  # fmt: skip
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def prepare(self, rows: list[Row], places: list[Place]) -> Draw | None:
+        """Note what the `last` rows of a plan want, before anything changes; None = nothing."""
+        found = _Collected()
+        flat = 0
+        for row, place in zip(rows, places, strict=True):
+            if row.last:
+                found.add(row, place, flat)
+            flat += row.count
+        count = len(found.slot)
+        if not count:
+            return None
+        if count > self.rows:
+            raise StepTooLarge(f"{count} rows draw a token; the largest step has {self.rows}")
+        number, staged = self._mirror.next()
+        at = self._buckets[bucket(self.sizes, count)].layout.host(staged)
+        for name in ("picked", "slot", "position", "hold", "first", "offset"):
+            at[name][:count] = getattr(found, name)
+        at["picked"][count:] = 0
+        at["mask"][:] = 0
+        at["count"][0], at["groups"][0] = count, len(found.group_row)
+        at["group_row"][: len(found.group_row)] = found.group_row
+        at["group_rows"][: len(found.group_row)] = found.group_rows
+        return Draw(count, number, found.needs(), found.wanted)
+
+    def supply(self, draw: Draw, masks: Tensor, masked: list[int]) -> None:
+        """Send the mask rows that forbid something; row 0 of the device's stays open."""
+        if not masked:
+            return
+        staged = self._staged_masks[draw.staged]
+        torch.index_select(masks, 0, torch.tensor(masked), out=staged[: len(masked)])
+        self._masks[1 : len(masked) + 1].copy_(staged[: len(masked)], non_blocking=True)
+        made = self._buckets[bucket(self.sizes, draw.count)]
+        at = made.layout.host(self._mirror.array(draw.staged))
+        at["mask"][masked] = range(1, len(masked) + 1)
+        draw.masked = True
+
+    def launch(self, draw: Draw) -> None:
+        """Draw, and send the results home."""
+        size = bucket(self.sizes, draw.count)
+        self._mirror.send(draw.staged, self._buckets[size].layout.words)
+        self._run(size, draw.needs, draw.masked)
+        draw.home = self._turn = (self._turn + 1) % len(self._homes)
+        home, results, count = self._homes[draw.home], self._results, draw.count
+        home.tokens[:count].copy_(results.tokens[:count], non_blocking=True)
+        if draw.needs.logprobs:
+            for name in ("own", "best_ids", "best_values"):
+                source: Tensor = getattr(results, name)
+                getattr(home, name)[:count].copy_(source[:count], non_blocking=True)
+        if self._x.device.type == "cuda":
+            draw.done = torch.cuda.Event(blocking=count >= BLOCKING)
+            draw.done.record()
+
+    def _run(self, size: int, needs: Needs, masked: bool) -> None:
+        made = self._buckets[size]
+        normed, logits = self._normed[:size], self._logits[:size]
+
+        def body() -> None:
+            norm(self._x, self.model.norm, normed, self._eps, picked=made.picked)
+            self._picks.run(normed, self.model.head, logits)
+            settle(
+                logits, made.rows, self._tables, self._masks if masked else None, self._scratch,
+                made.results, needs,
+            )
+
+        self._graphs.run(("settle", size, needs, masked), body)
+
+    def warm(self, size: int, needs: Needs, *, masked: bool) -> None:
+        """Pick, compile and capture a bucket, on a step without rows."""
+        self._picks.tune("head", size)
+        number, staged = self._mirror.next()
+        made = self._buckets[size]
+        for array in made.layout.host(staged).values():
+            array[...] = 0
+        self._mirror.send(number, made.layout.words)
+        self._run(size, needs, masked)
+
+    def collect(self, draw: Draw) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Wait for the step; its tokens (-1 = none), and their logprobs, or [] if nobody asked."""
+        if draw.done is not None:
+            draw.done.synchronize()
+        home = self._homes[draw.home]
+        tokens: list[int] = home.tokens[: draw.count].tolist()
+        if not draw.needs.logprobs:
+            return tokens, []
+        found = zip(
+            tokens, draw.wanted, home.own[: draw.count].tolist(),
+            home.best_ids[: draw.count].tolist(), home.best_values[: draw.count].tolist(),
+            strict=True,
+        )  # fmt: skip
+        return tokens, [_logprobs(*entry) for entry in found]
+
+
+class _Collected:
+    """The rows that draw, as lists."""
+
+    def __init__(self) -> None:
+        self.picked: list[int] = []
+        self.slot: list[int] = []
+        self.position: list[int] = []
+        self.hold: list[int] = []
+        self.first: list[int] = []
+        self.offset: list[int] = []
+        self.wanted: list[int] = []
+        self.group_row: list[int] = []
+        self.group_rows: list[int] = []
+        self._flags = 0
+
+    def add(self, row: Row, place: Place, flat: int) -> None:
+        """A sequence's newest token and its drafts; `flat` is where its row begins."""
+        sampling, drafts = row.seq.sampling, row.drafts
+        newest = flat + row.count - drafts - 1
+        generated = row.position - row.seq.prompt_len
+        self.group_row.append(len(self.slot))
+        self.group_rows.append(drafts + 1)
+        self._flags |= place.flags
+        for i in range(drafts + 1):
+            self.picked.append(newest + i)
+            self.slot.append(place.slot)
+            self.position.append(row.position + i)
+            self.hold.append(generated + i < sampling.min_tokens)
+            self.first.append(newest)
+            self.offset.append(i)
+            self.wanted.append(sampling.logprobs)
+
+    def needs(self) -> Needs:
+        """What some row needs."""
+        flags = self._flags
+        return Needs(
+            shaped=bool(flags & (PENALTIES | BIASED)),
+            filters=bool(flags & FILTERED),
+            logprobs=bool(flags & SCORED),
+        )
+
+
+def _home(results: Results, pinned: bool) -> _Home:
+    def like(tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+
+    return _Home(
+        like(results.tokens), like(results.own), like(results.best_ids), like(results.best_values)
+    )
+
+
+def _logprobs(
+    token: int, wanted: int, own: float, ids: Sequence[int], values: Sequence[float]
+) -> TokenLogprobs | None:
+    if wanted < 0 or token < 0:
+        return None
+    best = zip(ids[: min(wanted, BEST)], values[:wanted], strict=False)
+    return TokenLogprobs(own, [(id, value) for id, value in best if id >= 0])

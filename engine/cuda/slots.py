@@ -1,0 +1,95 @@
+"""Places of running sequences in the device's tables: block ids, sampling, newest token.
+
+A place holds nothing that the host could not write again, so a sequence without a row may lose it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.kernels.embed import update_table
+from engine.kernels.sampler_tables import SlotParams, SlotTables
+
+if TYPE_CHECKING:
+    from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a sequence is, and what of it the device knows."""
+
+    slot: int
+    life: int  # `preempted` of the sequence when it came: a later life has other blocks
+    flags: int  # of its sampling, see kernels/sampler_tables.py
+    known: int = 0  # block ids in the table
+
+
+class Slots:
+    """The map from sequences to slots; the slot after the last belongs to nobody."""
+
+    def __init__(self, count: int, width: int, vocab: int, device: torch.device) -> None:
+        """`width` is the most blocks of a sequence."""
+        self.count = count
+        self.tables = SlotTables.allocate(count, vocab, device)
+        self.table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
+        self._params = SlotParams(self.tables)
+        self._places: dict[Sequence, Place] = {}  # the one used longest ago comes first
+        self._free = list(range(count - 1, -1, -1))
+        self._fresh: list[tuple[int, int, int]] = []  # (slot, index, block id) not sent yet
+
+    def place(self, seq: Sequence) -> Place:
+        """The place of a sequence that is planned, made when it has none; note its new blocks."""
+        place = self._places.get(seq)
+        if place is None or place.life != seq.preempted:
+            place = self._settle(seq, place)
+        if place.known < len(seq.blocks):
+            slot = place.slot
+            for index in range(place.known, len(seq.blocks)):
+                self._fresh.append((slot, index, seq.blocks[index].id))
+            place.known = len(seq.blocks)
+        return place
+
+    def _settle(self, seq: Sequence, old: Place | None) -> Place:
+        if old is not None:
+            slot = old.slot
+        else:
+            slot = self._free.pop() if self._free else self._evicted()
+        submit = seq.submit
+        flags = self._params.write(
+            slot, submit.sampling, submit.stop_ids, seq.index,
+            submit.prompt, seq.tokens[len(submit.prompt) :],
+        )  # fmt: skip
+        place = self._places[seq] = Place(slot, seq.preempted, flags)
+        return place
+
+    def _evicted(self) -> int:
+        """The slot of a sequence that nothing in flight computes."""
+        for seq, place in self._places.items():
+            if not seq.flying:
+                del self._places[seq]
+                return place.slot
+        raise AssertionError("more sequences in flight than slots")
+
+    def forget(self, seq: Sequence) -> None:
+        """Free its slot; what is in flight for it may still write there before anyone else does."""
+        place = self._places.pop(seq, None)
+        if place is not None:
+            self._free.append(place.slot)
+
+    def upload(self) -> None:
+        """Send what `place` noted to the device, in stream order."""
+        self._params.upload()
+        if not self._fresh:
+            return
+        device = self.table.device
+        fresh, self._fresh = self._fresh, []
+        count = len(fresh)
+        packed = torch.tensor([*zip(*fresh, strict=True), (count,) * count], dtype=torch.int32)
+        if device.type == "cuda":
+            packed = packed.pin_memory()
+        sent: Tensor = packed.to(device, non_blocking=True)
+        update_table(self.table, sent[0], sent[1], sent[2], sent[3])
