@@ -139,26 +139,22 @@ class Scheduler:
             if not room:  # others took the slots of some that were paused, and these are back
                 break
             room -= 1
-            pending = seq.pending
-            if pending and pending >= seq.remaining:
+            if seq.pending and seq.pending >= seq.remaining:
                 continue  # what flies draws its last token
-            if len(seq.tokens) + pending - seq.computed - seq.flying == 1:
-                decoders.append(seq)
-            else:
-                prefills.append(seq)
+            (decoders if seq.decoding else prefills).append(seq)
         return decoders, prefills
 
     def _row(self, seq: Sequence, budget: int, rows: list[Row]) -> Row | None:
         """This sequence's share, with blocks behind it; None when it has to wait."""
-        start, known = seq.computed + seq.flying, len(seq.tokens) + seq.pending
-        count = min(known + len(seq.draft) - start, budget)
+        start, known = seq.computed + seq.flying, seq.known
+        count = min(seq.want, budget)
         while need := self._lacking(seq, start + count + self.lookahead):
             try:
                 taken = self.pool.take(need)
             except OutOfBlocks:
                 if seq.draft:
                     seq.drop_draft()
-                    count = min(known - start, budget)
+                    count = min(seq.want, budget)
                 elif not self._make_room(seq, rows):
                     return None
                 continue

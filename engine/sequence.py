@@ -67,14 +67,9 @@ class Sequence:
         return self.submit.sampling
 
     @property
-    def generated(self) -> int:
-        """Output tokens so far."""
-        return len(self.tokens) - self.prompt_len
-
-    @property
     def remaining(self) -> int:
         """Output tokens that max_tokens still allows."""
-        return self.submit.max_tokens - self.generated
+        return self.submit.max_tokens + self.prompt_len - len(self.tokens)
 
     @property
     def known(self) -> int:

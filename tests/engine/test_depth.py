@@ -95,10 +95,10 @@ class Handled:
 
 
 @pytest.mark.parametrize("blocks", [9, 14, 256])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_the_answers_are_those_of_depth_0(folder, blocks, seed):
     chance = random.Random(seed)
-    submits = mixed(chance, 24)
+    submits = mixed(chance, 18)
     expected = answers(make(folder, prefix_caching=False), *submits)
     engine = make(
         folder, depth=1, blocks=blocks, max_batch_tokens=chance.choice([24, 64, 512]),

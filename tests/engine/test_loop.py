@@ -76,8 +76,9 @@ def test_ten_thousand_random_aborts_leave_the_pool_full(folder):
     assert answers(engine, Submit("after", prompt(200), 20, GREEDY))["after", 0]
 
 
-def test_an_aborted_leader_leaves_its_other_choices_running(folder):
-    engine = make(folder, max_batch_tokens=16)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_aborted_leader_leaves_its_other_choices_running(folder, depth):
+    engine = make(folder, depth=depth, max_batch_tokens=16)
     run = Run(engine).put(Submit("r", prompt(100), 8, Sampling(seed=4), n=3))
     run.step()
     run.put(Abort("r", 0)).drain()
@@ -127,8 +128,9 @@ def test_an_id_that_is_running_is_refused_and_the_first_goes_on(folder):
     assert len(run.tokens["r", 0]) == 6
 
 
-def test_a_deadline_ends_what_runs_and_what_waits(folder):
-    engine = make(folder, max_sequences=1)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_deadline_ends_what_runs_and_what_waits(folder, depth):
+    engine = make(folder, depth=depth, max_sequences=1)
     late = Submit("late", prompt(10), 400, GREEDY, deadline_s=0.05)
     queued = Submit("queued", prompt(10, 2), 400, GREEDY, deadline_s=0.05)
     run = Run(engine).put(late, queued, Submit("free", prompt(10, 3), 5, GREEDY))
@@ -191,8 +193,9 @@ def test_logprobs_are_the_targets_with_and_without_drafts(folder):
     assert len(drafted.outs["a", 0]) < 25
 
 
-def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch):
-    engine = make(folder)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch, depth):
+    engine = make(folder, depth=depth)
     fill = type(engine._masks).fill
 
     def close(self, requests, rows=None):
@@ -210,9 +213,10 @@ def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch):
     assert run.finish(("good", 0)) == "length" and engine.pool.used == 0
 
 
-def test_a_failing_choice_takes_its_request_along_and_nothing_else(folder, monkeypatch):
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_failing_choice_takes_its_request_along_and_nothing_else(folder, monkeypatch, depth):
     """Its other choice has a row in the same step, on a block's edge."""
-    engine = make(folder)
+    engine = make(folder, depth=depth)
     fill = type(engine._masks).fill
 
     def close(self, requests, rows=None):
@@ -288,15 +292,16 @@ def _spy(launch, plans):
     return seen
 
 
-def test_a_paused_request_keeps_its_pages_and_gets_no_rows(folder):
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_paused_request_keeps_its_pages_and_gets_no_rows(folder, depth):
     alone = answers(make(folder), Submit("slow", prompt(70), 30, GREEDY))
-    engine = make(folder, max_sequences=1)
+    engine = make(folder, depth=depth, max_sequences=1)
     run = Run(engine).put(Submit("slow", prompt(70), 30, GREEDY))
     for _ in range(5):
         run.step()
     held = engine.pool.used
     run.put(Pause("slow"), Submit("other", prompt(9, 2), 6, GREEDY))
-    before = len(run.tokens["slow", 0])
+    before = len(run.tokens["slow", 0]) + depth  # what flew when the pause came still lands
     for _ in range(10):
         run.step()
     assert len(run.tokens["slow", 0]) == before and engine.pool.used == held
@@ -308,9 +313,10 @@ def test_a_paused_request_keeps_its_pages_and_gets_no_rows(folder):
     assert run.tokens["slow", 0] == alone["slow", 0] and not engine.scheduler.paused
 
 
-def test_a_paused_request_lends_its_blocks_to_those_that_wait(folder):
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_paused_request_lends_its_blocks_to_those_that_wait(folder, depth):
     alone = answers(make(folder), Submit("slow", prompt(200), 20, GREEDY))
-    engine = make(folder, blocks=8)
+    engine = make(folder, depth=depth, blocks=8)
     run = Run(engine).put(Submit("slow", prompt(200), 20, GREEDY))
     run.step()
     run.put(Pause("slow"), Submit("big", prompt(400, 2), 4, GREEDY))
