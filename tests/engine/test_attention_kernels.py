@@ -180,7 +180,7 @@ def test_verification_rows_across_every_boundary(heads, kv_heads, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1)])
 def test_chunks_fresh_and_resumed(heads, kv_heads, pages, dtype):
     rows = [Row(place + count, place, count) for place, count in
-            [(0, 17), (0, 64), (0, 130), (1, 64), (63, 65), (64, 64), (127, 20), (130, 70)]]
+            [(0, 17), (0, 64), (0, 130), (62, 65), (64, 64), (126, 20), (127, 20), (130, 70)]]
     step = Step(Model(heads, kv_heads, dtype=dtype), rows)
     step.check(step.run(shape=replace(SHAPES[32], pages=pages)))
 
