@@ -29,6 +29,9 @@ LOG2_E = 1.4426950408889634
 # Pages in flight a program, and warps, by head dimension.
 STAGES = {32: 3, 64: 4, 128: 3}
 WARPS = {32: 4, 64: 4, 128: 4}
+# Programs that fit on a Hopper multiprocessor at once: 53 KiB of shared memory and 128 registers a
+# thread at dimension 64, 70 KiB and 160 at 128.
+RESIDENT = {32: 4, 64: 4, 128: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,14 @@ class DecodeScratch:
         return self.arrived.shape[0]
 
 
+def resident_workers(processors: int, kv_heads: int, head_dim: int) -> int:
+    """Programs a KV head that a device of so many multiprocessors runs at once.
+
+    More would wait for the first to finish their whole share, and come last.
+    """
+    return max(1, processors * RESIDENT[head_dim] // kv_heads)
+
+
 def decode_attention(
     query: Tensor,
     pages: Tensor,
@@ -79,7 +90,7 @@ def decode_attention(
     will do), `pages` [blocks, 2, size, kv_heads, head_dim] is one layer with this step's keys and
     values already written, `out` is [N, heads * head_dim]; all of one type, rows contiguous.
     `scale` multiplies the scores, `split`, in positions, is the page size times a power of two;
-    `workers` is the programs a KV head.  Allocates nothing and reads nothing on the host.
+    `workers` is the programs a KV head (see resident_workers).  Allocates nothing and reads nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
     group = out.shape[1] // (kv_heads * dim)

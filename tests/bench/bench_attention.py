@@ -25,7 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from engine.kernels import attention_plan as plan
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.chunk_attention import SHAPES, ChunkShape, chunk_attention
-from engine.kernels.decode_attention import DecodeScratch, decode_attention
+from engine.kernels.decode_attention import (
+    DecodeScratch,
+    decode_attention,
+    resident_workers,
+)
 from engine.kernels.rope import rotate_and_store
 
 SIZE = 64
@@ -156,8 +160,8 @@ def bench_decode(roof: float, sweep: bool) -> None:
         spread = np.random.default_rng(1).integers(-context // 10, context // 10 + 1, rows)
         work = Work(model, [context + int(x) for x in spread], [count] * rows, layers)
         for split in (128, 256):
-            for per_sm in (2, 4) if sweep else (4,):
-                workers = max(1, SMS * per_sm // model.kv_heads)
+            chosen = resident_workers(SMS, model.kv_heads, model.dim)
+            for workers in (chosen // 2, chosen) if sweep else (chosen,):
                 for more in ({}, {"warps": 2}, {"warps": 8}, {"stages": 2}) if sweep else ({},):
                     us = work.decode(split, workers, **more)
                     share = work.kv_bytes() / (us * 1e-6) / roof
