@@ -90,7 +90,8 @@ def decode_attention(
     will do), `pages` [blocks, 2, size, kv_heads, head_dim] is one layer with this step's keys and
     values already written, `out` is [N, heads * head_dim]; all of one type, rows contiguous.
     `scale` multiplies the scores, `split`, in positions, is the page size times a power of two;
-    `workers` is the programs a KV head (see resident_workers).  Allocates nothing and reads nothing on the host.
+    `workers` is the programs a KV head (see resident_workers).  Allocates nothing and reads
+    nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
     group = out.shape[1] // (kv_heads * dim)
