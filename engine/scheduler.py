@@ -128,17 +128,20 @@ class Scheduler:
         return Plan(rows, fresh, copies)
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that decode and those with more to compute, of the first `max_sequences` active."""
+        """Those that decode and those with more to compute, as far as there are slots."""
         decoders: list[Sequence] = []
         prefills: list[Sequence] = []
         paused = self.paused
         room = self.config.max_sequences
+        if len(self.running) > room:  # others took the slots of some that are back from a pause
+            room -= sum(seq.flying > 0 for seq in self.running)
         for seq in self.running:
             if paused and seq.submit.id in paused:
                 continue
-            if not room:  # others took the slots of some that were paused, and these are back
-                break
-            room -= 1
+            if not seq.flying:
+                if room <= 0:
+                    continue
+                room -= 1
             if seq.pending and seq.pending >= seq.remaining:
                 continue  # what flies draws its last token
             (decoders if seq.decoding else prefills).append(seq)
@@ -241,10 +244,10 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        """Running sequences that are not paused: those that hold a slot of the batch."""
+        """Running sequences that hold a slot of the batch: not paused, or still flying."""
         if not self.paused:
             return len(self.running)
-        return sum(seq.submit.id not in self.paused for seq in self.running)
+        return sum(seq.flying > 0 or seq.submit.id not in self.paused for seq in self.running)
 
     def _reclaim(self) -> None:
         """Somebody waits for blocks: the youngest paused sequence lends its own."""

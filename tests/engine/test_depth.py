@@ -57,6 +57,19 @@ def mixed(chance: random.Random, count: int) -> list[Submit]:
     ]
 
 
+def watched(engine) -> list[int]:
+    """At each launch, how many sequences fly: each of them needs a place on the device."""
+    seen: list[int] = []
+    launch = engine.runner.launch
+
+    def launched(plan):
+        seen.append(sum(seq.flying > 0 for seq in engine.scheduler.running))
+        return launch(plan)
+
+    engine.runner.launch = launched
+    return seen
+
+
 class Handled:
     """An engine in the hands of somebody who submits, aborts, pauses and resumes at random."""
 
@@ -104,8 +117,10 @@ def test_whatever_happens_the_answers_are_those_of_depth_0(folder, blocks, seed)
         folder, depth=1, blocks=blocks, max_batch_tokens=chance.choice([24, 64, 512]),
         mixed_tokens=chance.choice([9, 40]), max_sequences=chance.choice([3, 8, 20]),
     )
+    most = watched(engine)
     handled = Handled(engine, chance, submits)
     run = handled.to_the_end()
+    assert max(most) <= engine.config.max_sequences
     assert not run.failed and not run.refused
     for submit in submits:
         for key in ((submit.id, index) for index in range(submit.n)):
@@ -203,6 +218,21 @@ def test_a_flying_sequence_is_never_preempted_and_the_next_plan_waits(folder):
         short.append(engine.scheduler.short)
     assert any(short) and engine.scheduler.preemptions > 0
     assert run.tokens == answers(make(folder, prefix_caching=False), *asks)
+
+
+def test_who_flies_keeps_a_place_on_the_device_though_paused_or_behind_a_resumed_one(folder):
+    engine = make(folder, depth=1, max_sequences=2)
+    most = watched(engine)
+    asks = [Submit(f"r{i}", prompt(20, i), 30, GREEDY) for i in range(4)]
+    run = Run(engine).put(*asks[:3])
+    for message in (Pause("r0"), Pause("r1"), asks[3], Resume("r0"), Resume("r1"), Pause("r3")):
+        for _ in range(3):
+            run.step()
+        run.put(message)
+    run.step()
+    run.put(Resume("r3")).drain()
+    assert set(most) <= {1, 2} and len(engine.scheduler.running) == 0
+    assert run.tokens == answers(make(folder), *asks)
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
