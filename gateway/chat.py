@@ -20,6 +20,7 @@ from gateway import limits, sessions
 from gateway.choices import Choice, Said
 from gateway.errors import ModelNotFound
 from gateway.events import CallArgs, CallStart, Text
+from gateway.headers import deadline_of, headers_of
 from gateway.protocol import (
     ChatChoice,
     ChatLogprobs,
@@ -31,7 +32,7 @@ from gateway.protocol import (
 )
 from gateway.sse import ChatFrames
 from gateway.stream import Stream, admitted, gathered
-from gateway.turn import Part, Turn, deadline_of, headers_of
+from gateway.turn import Part, Turn
 from gateway.validate import chat_request, sampling
 
 if TYPE_CHECKING:

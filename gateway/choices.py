@@ -51,7 +51,7 @@ class Choice:
     ) -> None:
         """`scanner`: None when the output holds no calls.  `named`: tool_choice named the tool."""
         self.index = index
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._fresh_scanner = scanner
         self._stop_strings = stops
         self._named = named
@@ -64,7 +64,7 @@ class Choice:
         self.tokens = 0  # delivered ones, a stop id included
         self.ids: list[int] = []  # sampled ones, without a stop id
         self.calls: list[tuple[str, str]] = []  # (name, arguments) of the complete ones
-        self._text = Detokenizer(self._vocabulary)
+        self.decoder = Detokenizer(self.vocabulary)
         self._scanner = copy(self._fresh_scanner)  # its state is plain values
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self._call: tuple[str, list[str]] | None = None  # the one that is open
@@ -74,6 +74,11 @@ class Choice:
     def may_stop(self) -> bool:
         """Whether text alone can end it."""
         return self._stops is not None
+
+    @property
+    def scans(self) -> bool:
+        """Whether its text may hold calls."""
+        return self._fresh_scanner is not None
 
     @property
     def kept(self) -> str | None:
@@ -88,7 +93,7 @@ class Choice:
         # The usual step of a decode: some tokens, no end.
         self.ids += out.tokens
         self.tokens += len(out.tokens)
-        text = self._text.push(out.tokens)
+        text = self.decoder.push(out.tokens)
         if not text:
             return Said(self.index, [])
         if self._scanner is None:
@@ -101,7 +106,7 @@ class Choice:
         count = len(out.tokens) - out.stopped
         events: list[Event] = []
         if self._stops is None:
-            self._push(self._text.push(out.tokens[:count]), events)
+            self._push(self.decoder.push(out.tokens[:count]), events)
         else:
             count = self._until_stop(out.tokens[:count], events)
         self.ids += out.tokens[:count]
@@ -120,7 +125,7 @@ class Choice:
     def _until_stop(self, ids: Sequence[int], events: list[Event]) -> int:
         """Push token by token, so that what counts as delivered does not depend on grouping."""
         for count, id in enumerate(ids, 1):
-            self._push(self._text.push([id]), events)
+            self._push(self.decoder.push([id]), events)
             if self.stopped_here:
                 return count
         return len(ids)
@@ -167,7 +172,7 @@ class Choice:
 
     def _end(self, events: list[Event]) -> None:
         """The engine ended the choice: let go of everything that was held back."""
-        self._push(self._text.close(), events)
+        self._push(self.decoder.close(), events)
         if self._scanner is not None:
             self._pass(self._scanner.close(), events)
         if self._stops is not None and not self.stopped_here and (rest := self._stops.flush()):
@@ -188,7 +193,7 @@ class Choice:
         return token, value, raw
 
     def _shown(self, id: int) -> tuple[str, list[int]]:
-        raw = self._vocabulary.spelled(id)
+        raw = self.vocabulary.spelled(id)
         return raw.decode("utf-8", "replace"), list(raw)
 
 

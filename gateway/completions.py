@@ -19,10 +19,11 @@ from gateway import limits, sessions
 from gateway.choices import Choice, Said
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.events import Finish, Text
+from gateway.headers import deadline_of, headers_of
 from gateway.protocol import CompletionRequest, TextChoice, TextReply
 from gateway.sse import TextFrames, text_logprobs
 from gateway.stream import Stream, admitted, gathered
-from gateway.turn import Part, Turn, deadline_of, headers_of
+from gateway.turn import Part, Turn
 from gateway.validate import completion_request, sampling
 
 if TYPE_CHECKING:

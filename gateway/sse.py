@@ -34,6 +34,7 @@ class _Frames:
 
     kind: bytes
     close: bytes  # between a choice's own fields and `logprobs`
+    _texts: list[bytes]  # of each choice, up to its text
 
     def __init__(self, id: str, created: int, model: str, include_usage: bool) -> None:
         """`created`: Unix seconds, one value for the whole stream."""
@@ -44,6 +45,10 @@ class _Frames:
         self._usage = b',"usage":null' if include_usage else b""
         self._tail = self.close + b',"logprobs":null,"finish_reason":null}]' + self._usage
         self._tail += b"}\n\n"
+
+    def around(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON of the text in a frame that holds nothing else."""
+        return self._texts[index] + b'"', b'"' + self._tail
 
     def _choice(self, index: int) -> bytes:
         return self._head + b'{"index":%d,' % index

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.choices import Said
 from gateway.config import GatewayConfig
+from gateway.ordinary import Socket
 from gateway.protocol import Usage
 from gateway.sse import PING, error_frames
 from gateway.turn import ClientGone, Turn
@@ -24,21 +25,14 @@ from gateway.turn import ClientGone, Turn
 CLIENT_GONE = 499  # nobody reads it; the access log does
 
 
-class Shortcut(Protocol):
-    """The guard's: a way to the socket without an await, as long as there is room."""
-
-    def room(self) -> bool:
-        """Whether a piece may be written now."""
-
-    def write(self, data: bytes) -> None:
-        """Write one, not an empty one."""
-
-
 class Frames(Protocol):
     """ChatFrames or TextFrames."""
 
     def batch(self, batch: Sequence[Said]) -> bytes:
         """All that is new, as one run of bytes; empty when nothing may leave yet."""
+
+    def around(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON of the text in a frame that holds nothing else."""
 
     def end(self, usage: Usage) -> bytes:
         """The end of a stream that went well."""
@@ -92,7 +86,7 @@ class Stream(EventSourceResponse):
         )
         self._turn = turn
         self._frames = frames
-        self._shortcut: Shortcut | None = None
+        self._shortcut: Socket | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the stream; a client that stopped reading is dropped without a word."""
@@ -112,7 +106,7 @@ class Stream(EventSourceResponse):
         await send({"type": "http.response.start", **head})
         shortcut = self._shortcut
         if shortcut is not None:
-            self._turn.lend(self._tell, shortcut.room)
+            self._turn.lend(self._tell, shortcut, self._frames.around(0))
         async for piece in self._pieces:
             if shortcut is not None and shortcut.room():
                 shortcut.write(piece)

@@ -6,10 +6,11 @@ as one letter; SentencePiece ones write a space as U+2581 and odd bytes as `<0xA
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from encodings.utf_8 import IncrementalDecoder
 
 import msgspec
 
@@ -48,6 +49,8 @@ class Vocabulary:
         #: Text of the added tokens: a piece of user text must never become one of these ids.
         self.added: dict[int, str] = {}
         self.special: set[int] = set()
+        #: JSON text, without its quotes, of tokens that quote() found to be whole text.
+        self.quoted: dict[int, bytes] = {}
         for token in spec.get("added_tokens") or []:
             pieces[token["id"]] = token["content"]
             self.added[token["id"]] = token["content"]
@@ -59,6 +62,12 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.bytes)
+
+    def quote(self, id: int) -> None:
+        """Note a token's JSON text if it has some and begins and ends between code points."""
+        with contextlib.suppress(UnicodeDecodeError, IndexError):
+            if id not in self.quoted and (text := self.bytes[id].decode()):
+                self.quoted[id] = msgspec.json.encode(text)[1:-1]
 
     def spelled(self, id: int) -> bytes:
         """The bytes of one token as logprobs show it: a control token by its name."""
@@ -107,7 +116,12 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes = vocabulary.bytes
         self._strip = vocabulary.strip_first
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = IncrementalDecoder("replace")
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next token's text is not just its own: it completes one, or is stripped."""
+        return self._strip or self._decoder.buffer != b""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; ids outside the vocabulary have none."""

@@ -27,7 +27,6 @@ from gateway.app import places
 from gateway.choices import Choice, Said
 from gateway.errors import (
     ApiError,
-    BadRequest,
     DeadlineExceeded,
     Draining,
     EngineRestarted,
@@ -35,12 +34,11 @@ from gateway.errors import (
     refused,
 )
 from gateway.link import Bell, EngineFailed, EngineLost, Mailbox, SubmitRefused
+from gateway.ordinary import Ordinary, Socket
 from gateway.protocol import PromptDetails, Usage
 from gateway.sessions import Session
 
 if TYPE_CHECKING:
-    from starlette.datastructures import Headers
-
     from gateway.prompt import Prompt
     from gateway.state import Gateway
     from gateway.tools.choice import ToolPlan
@@ -233,14 +231,20 @@ class Turn:
             choice.begin()
             self._anew.add(choice.index)
 
-    def lend(self, tell: Callable[[Said], None], room: Callable[[], bool]) -> None:
-        """Once shown(), `tell` what a step gave at once if next() sleeps and there is `room`.
+    def lend(
+        self, tell: Callable[[Said], None], socket: Socket, around: tuple[bytes, bytes]
+    ) -> None:
+        """Once shown(), `tell` what a step gave at once if next() sleeps and `socket` has room.
 
         Waking a task costs more than the rest of a token's way.  Finishes, stop strings and errors,
-        those of `tell` as well, still come by next().
+        those of `tell` as well, still come by next().  `around`: see Ordinary.
         """
-        if len(self.choices) == 1 and not self.choices[0].may_stop:
-            self._lent = partial(self._past, tell, room)
+        if len(self.choices) != 1 or self.choices[0].may_stop:
+            return
+        past = partial(self._past, tell, socket.room)
+        self._lent = past if self.choices[0].scans else Ordinary(
+            self.choices[0], around, socket, tick=self._clock, stop=self._stop, otherwise=past
+        )
 
     def shown(self) -> None:
         """The client has seen something of the answer: it can no longer begin anew."""
@@ -365,35 +369,3 @@ class Turn:
             case _:
                 _log.error("request %s failed: %s", self._request_id, places(error))
                 return Internal()
-
-
-def headers_of(turn: Turn, session: Session, prompt_tokens: int) -> dict[str, str]:
-    """The response headers that say what the cache and the session did."""
-    hit = f"hit={turn.cached}; prompt={prompt_tokens}"
-    state = "none" if session.key is None else "ended" if session.end else "active"
-    source = "" if session.key is None else f"; source={session.source}"
-    return {
-        "cache-control": "no-store",
-        "x-accel-buffering": "no",
-        "x-slipstream-cache": hit,
-        "x-slipstream-session": state + source,
-    }
-
-
-def deadline_of(headers: Headers, begin: float) -> float | None:
-    """Seconds that are left of the caller's `x-request-deadline-ms`; None without one.
-
-    Raises BadRequest for one that is no number, DeadlineExceeded when it has passed already.
-    """
-    given = headers.get("x-request-deadline-ms")
-    if given is None:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 12):
-        raise BadRequest(
-            "`x-request-deadline-ms` is the time this request may take, in whole milliseconds.",
-            param="x-request-deadline-ms",
-        )
-    left = int(given) / 1000 - (time.monotonic() - begin)
-    if left <= 0:
-        raise DeadlineExceeded
-    return left

@@ -1,0 +1,128 @@
+"""The short way of a usual token writes the bytes of the long way, or leaves it to it.  No I/O."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import Out, TokenLogprobs
+from gateway.choices import Choice
+from gateway.ordinary import Ordinary
+from gateway.sse import ChatFrames, TextFrames
+from gateway.text import Vocabulary
+from tests.gateway.test_text import sentence_piece_json
+from tests.scripted import EOS, byte_tokenizer_json
+
+VOCABULARIES = [byte_tokenizer_json(), sentence_piece_json()]
+KINDS = [ChatFrames, TextFrames]
+
+
+class Socket:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.free = True
+
+    def room(self) -> bool:
+        return self.free
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
+class Stream:
+    """One choice whose first token was shown by the long way."""
+
+    def __init__(self, vocabulary: Vocabulary, kind=ChatFrames) -> None:
+        self.choice = Choice(0, vocabulary)
+        self.frames = kind("id", 1, "m", choices=1, include_usage=False)
+        self.socket = Socket()
+        self.ticks = 0
+        self.long = 0  # outs that went the long way
+        self.errors: list[Exception] = []
+        self.past(Out("r", 0, [ord("<")]))
+        self.long = 0
+        self.sink = Ordinary(
+            self.choice, self.frames.around(0), self.socket,
+            tick=self.tick, stop=self.errors.append, otherwise=self.past,
+        )  # fmt: skip
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def past(self, out: Out) -> bool:
+        self.long += 1
+        if piece := self.frames.batch((self.choice.take(out),)):
+            self.socket.write(piece)
+        return True
+
+    @property
+    def state(self) -> tuple[bytes, list[int], int]:
+        return b"".join(self.socket.written), self.choice.ids, self.choice.tokens
+
+
+text = st.text(st.sampled_from('a<" \\\n\x00\x7fé東😀\u2028\ufeff'), max_size=6)
+
+
+@pytest.mark.parametrize("json", VOCABULARIES, ids=["bytes", "sentencepiece"])
+@pytest.mark.parametrize("kind", KINDS)
+@given(groups=st.lists(st.lists(st.integers(0, 300), max_size=4), max_size=12),
+       said=st.lists(text, max_size=4))
+def test_any_tokens_in_any_groups_give_the_bytes_of_the_long_way(json, kind, groups, said):
+    groups = [*groups, *([byte] for one in said for byte in one.encode()),
+              *(list(one.encode()) for one in said)]
+    short, long = (Stream(Vocabulary(json), kind) for _ in range(2))
+    for _ in range(2):  # the second time every whole token is known
+        for ids in groups:
+            assert short.sink(Out("r", 0, list(ids)))
+            long.past(Out("r", 0, list(ids)))
+    assert short.state == long.state
+    assert not short.errors
+
+
+def test_a_token_goes_the_short_way_from_its_second_use_on():
+    stream = Stream(Vocabulary(byte_tokenizer_json()))
+    for used in range(3):
+        for id in b"ab":
+            stream.sink(Out("r", 0, [id]))
+        assert stream.long == 2
+        assert stream.ticks == 2 * used  # the long way notes its own time
+    stream.sink(Out("r", 0, [ord("a"), ord("b")]))
+    assert (stream.long, stream.socket.written[-1].count(b'"ab"')) == (2, 1)
+    for one in ([], [EOS], list("é".encode()), [ord("a"), EOS], [10_000]):
+        before = stream.long
+        stream.sink(Out("r", 0, one))
+        assert stream.long == before + 1, one
+
+
+def test_a_token_after_half_a_code_point_or_with_logprobs_goes_the_long_way():
+    vocabulary = Vocabulary(byte_tokenizer_json())
+    for id in b"ab":
+        vocabulary.quote(id)
+    stream = Stream(vocabulary)
+    stream.sink(Out("r", 0, ["é".encode()[0]]))
+    stream.sink(Out("r", 0, [ord("a")]))
+    assert stream.long == 2 and "\ufffda".encode() in stream.socket.written[-1]
+    stream.sink(Out("r", 0, [ord("b")]))
+    assert stream.long == 2
+    stream.sink(Out("r", 0, [ord("b")], logprobs=[TokenLogprobs(-1.0, [])]))
+    assert stream.long == 3 and b"-1.0" in stream.socket.written[-1]
+
+
+def test_without_room_nothing_is_taken():
+    stream = Stream(Vocabulary(byte_tokenizer_json()))
+    stream.sink(Out("r", 0, [97]))
+    before = stream.state
+    stream.socket.free = False
+    assert stream.sink(Out("r", 0, [97])) is False
+    assert stream.state == before and stream.ticks == 0
+
+
+def test_an_error_stops_this_turn_and_no_other():
+    stream = Stream(Vocabulary(byte_tokenizer_json()))
+    stream.sink(Out("r", 0, [97]))
+    stream.sink._write = partial(int, "x")
+    assert stream.sink(Out("r", 0, [97])) is True
+    assert [type(error) for error in stream.errors] == [TypeError]
