@@ -124,6 +124,8 @@ class Scheduler:
             if row := self._row(admitted, prompts, rows):
                 rows.append(row)
                 prompts -= row.count
+        if not rows:  # it is never launched: what forks want copied waits for the next one
+            return Plan([], [], [])
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
         return Plan(rows, fresh, copies)
 

@@ -314,6 +314,20 @@ def test_a_paused_request_keeps_its_pages_and_gets_no_rows(folder, depth):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
+def test_a_fork_that_is_paused_before_its_first_step_still_gets_its_copy(folder, depth):
+    ask = Submit("r", prompt(90), 8, Sampling(seed=4), n=2)
+    engine = make(folder, depth=depth)
+    run = Run(engine).put(ask)
+    while len(engine.scheduler.running) < 2:
+        run.step()
+    run.put(Pause("r"))
+    for _ in range(3):  # steps without a row
+        run.step()
+    run.put(Resume("r")).drain()
+    assert run.tokens == answers(make(folder), ask)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
 def test_a_paused_request_lends_its_blocks_to_those_that_wait(folder, depth):
     alone = answers(make(folder), Submit("slow", prompt(200), 20, GREEDY))
     engine = make(folder, depth=depth, blocks=8)
