@@ -23,11 +23,11 @@ from cache.prefix import BLOCK
 from cache.sessions import SessionTable
 from engine.attention import BACKENDS
 from engine.config import BadConfig, ResolvedConfig
+from engine.device import pick
 from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
-from engine.device import pick
 from engine.runner import Runner, StepRunner
 from engine.threads import Threads, cores
 from engine.timeline import Timeline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,18 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one decoder layer of the Llama shape."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
 def _pack(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's layout; None where that does not exist or does not give the same."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
@@ -56,11 +69,27 @@ def _pack(weight: Tensor) -> Tensor | None:
 def join_gate(parts: list[Tensor], *, paired: bool) -> Tensor:
     """Gate and up projection as one: gate above up, or their rows in turns when `paired`.
 
-    A kernel's tile of paired rows holds both halves of what it multiplies (engine/kernels/).
+    A kernel's tile of paired rows holds both halves of what it multiplies.
     """
     if not paired:
         return torch.cat(parts)
     return torch.stack(parts, dim=1).flatten(0, 1)
+
+
+def join_heads(parts: list[Tensor], *, dim: int, paired: bool) -> Tensor:
+    """Query, key and value projection as one; `paired` puts what rotates together side by side.
+
+    Rows i and i + dim / 2 of each query and key head then lie at 2i and 2i + 1.  Scores do not
+    change: queries and keys are reordered alike, and nothing else reads them.
+    """
+    if not paired:
+        return torch.cat(parts)
+    *turning, values = parts
+    mixed = [
+        part.view(-1, 2, dim // 2, *part.shape[1:]).transpose(1, 2).reshape(part.shape)
+        for part in turning
+    ]
+    return torch.cat([*mixed, values])
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from cache.blocks import OutOfBlocks
 from engine.plan import Plan, Row
+from engine.publish import publish, publish_tail
 
 if TYPE_CHECKING:
     from cache.blocks import Block, BlockPool
@@ -105,15 +106,7 @@ class Scheduler:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
             prompts = min(prompts - len(decoders), self.config.mixed_tokens)
             held = prompts if prefills or self.waiting else 0
-            spare = self.config.max_batch_tokens - len(decoders) - held
-            preempted = self.preemptions
-            for left, seq in zip(range(len(decoders), 0, -1), decoders, strict=True):
-                if self.preemptions != preempted and seq not in self.running:
-                    continue
-                budget = 1 + spare // left if seq.draft else 1
-                if row := self._row(seq, budget, rows):
-                    rows.append(row)
-                    spare -= len(row.draft)
+            self._decode(decoders, self.config.max_batch_tokens - len(decoders) - held, rows)
         for seq in prefills:
             if prompts > 0 and seq in self.running and (row := self._row(seq, prompts, rows)):
                 rows.append(row)
@@ -128,6 +121,16 @@ class Scheduler:
             return Plan([], [], [])
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
         return Plan(rows, fresh, copies)
+
+    def _decode(self, decoders: list[Sequence], spare: int, rows: list[Row]) -> None:
+        """Add the rows of those that decode, with `spare` draft tokens shared fairly."""
+        preempted = self.preemptions
+        for left, seq in zip(range(len(decoders), 0, -1), decoders, strict=True):
+            if self.preemptions != preempted and seq not in self.running:
+                continue
+            if row := self._row(seq, 1 + spare // left if seq.draft else 1, rows):
+                rows.append(row)
+                spare -= len(row.draft)
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
         """Those that decode and those with more to compute, as far as there are slots."""
@@ -280,7 +283,8 @@ class Scheduler:
         seq.flying -= row.count
         if accepted is None:
             seq.computed = row.start + row.count
-            self._publish(seq)
+            if self.config.prefix_caching:
+                publish(self.pool, seq)
             return
         seq.pending -= 1
         before = len(seq.tokens)
@@ -291,8 +295,8 @@ class Scheduler:
             seq.drafted += len(row.draft)
             seq.accepted += accepted.matched
             seq.drop_draft()
-        if (len(seq.keys) + 1) * self.pool.size <= seq.computed:
-            self._publish(seq)
+        if self.config.prefix_caching:
+            publish(self.pool, seq)
         if seq.siblings:
             self._fork(seq)
         seq.finish = accepted.finish
@@ -302,20 +306,6 @@ class Scheduler:
         for row in plan.rows:
             row.seq.flying -= row.count
             row.seq.pending -= row.last
-
-    def _publish(self, seq: Sequence) -> None:
-        """Give every block that is full of committed tokens its key: others can share it."""
-        if not self.config.prefix_caching:
-            return
-        size = self.pool.size
-        while (len(seq.keys) + 1) * size <= seq.computed:
-            i = len(seq.keys)
-            parent = seq.keys[-1] if seq.keys else seq.root
-            block = seq.blocks[i]
-            seq.keys.append(self.pool.publish(block, parent, seq.tokens[i * size : (i + 1) * size]))
-            if block.key is not None:
-                fresh = max(0, min(seq.prompt_len, (i + 1) * size) - i * size)
-                seq.written = min(seq.written + fresh, seq.prompt_len - (seq.cached or 0))
 
     def _fork(self, seq: Sequence) -> None:
         """Start the other choices on the prompt's KV: share full blocks, copy the last."""
@@ -366,14 +356,8 @@ class Scheduler:
         self._release(seq)
 
     def _keep_tail(self, seq: Sequence) -> None:
-        """Let the block that is not full be found too: the next turn goes on in its middle."""
-        size, full = self.pool.size, len(seq.keys)
-        tail = seq.tokens[full * size : seq.computed]
-        if not self.config.prefix_caching or len(tail) < self.pool.part or len(tail) >= size:
-            return
-        block = seq.blocks[full]
-        if block.key is None and block.twin is None:
-            self.pool.publish(block, seq.keys[-1] if full else seq.root, tail)
+        if self.config.prefix_caching:
+            publish_tail(self.pool, seq)
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)

@@ -194,10 +194,10 @@ def _flat(
     return tokens, origin, positions, kv
 
 
-def noted(picks: Picks, model: Model, dtype: torch.dtype) -> None:
+def noted(picks: Picks, model: Model, head_dim: int, dtype: torch.dtype) -> None:
     """Tell the picks which products a step has."""
     for layer in model.layers:
-        picks.note("layer", layer.qkv, "store", dtype)
+        picks.note("layer", layer.qkv, f"turn{head_dim}", dtype)
         picks.note("layer", layer.out, "add", dtype)
         picks.note("layer", layer.gate_up, "gate", dtype)
         picks.note("layer", layer.down, "add", dtype)

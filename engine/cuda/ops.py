@@ -20,6 +20,8 @@ from engine.kernels.chunk_attention import chunk_attention
 from engine.kernels.decode_attention import DecodeScratch, decode_attention
 from engine.kernels.embed import embed
 from engine.kernels.norm import norm
+from engine.kernels.overlap import OVERLAPS
+from engine.kernels.project import project
 from engine.kernels.rope import rotate_and_store
 from engine.layers import Linear, rotary_frequencies
 
@@ -48,6 +50,7 @@ class KernelOps:
         """`pages` [layers, blocks + 1, 2, size, kv_heads, head_dim]; `most` tokens a step."""
         self._shape, self._pages, self._last, self._picks = shape, pages, last, picks
         self._scratch, self._split, self._workers = scratch, split, workers
+        self._overlap = OVERLAPS and pages.is_cuda
         self._scale = 1 / math.sqrt(shape.head_dim)
         device, dtype = pages.device, pages.dtype
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -83,28 +86,35 @@ class KernelOps:
     def embed(self, table: Tensor) -> Tensor:
         """See Ops."""
         step, out = self._step, self.x[: self._count]
-        embed(step.tokens, step.origin, self._last, table, out, overlap=self._picks.overlap)
+        embed(step.tokens, step.origin, self._last, table, out, overlap=self._overlap)
         return out
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """See Ops."""
         out = self._normed[: self._count]
-        norm(x, gain, out, eps, overlap=self._picks.overlap)
+        norm(x, gain, out, eps, overlap=self._overlap)
         return out
 
     def attend(self, layer: int, x: Tensor, qkv: Linear) -> Tensor:
         """See Ops."""
         step, count, pages = self._step, self._count, self._pages[layer]
         both, out = self._qkv[:count], self._mixed[:count]
-        self._picks.run(x, qkv, both)
-        rotate_and_store(both, pages, step.positions, step.kv, self._cos, self._sin)
+        turn = (pages, step.positions, step.kv, self._cos, self._sin)
+        pick = self._picks.pick(qkv, f"turn{self._shape.head_dim}", count, both.dtype)
+        if pick is None:
+            self._picks.library(x, qkv, both)
+            rotate_and_store(both, *turn, pairs="neighbours", overlap=self._overlap)
+        else:
+            assert qkv.weight is not None
+            project(x, qkv.weight, both, *turn, pick, bias=qkv.bias, overlap=self._overlap)
         decode_attention(
-            both, pages, out, step.attention, self._scratch,
-            scale=self._scale, split=self._split, workers=self._workers,
+            both, pages, out, step.attention, self._scratch, scale=self._scale,
+            split=self._split, workers=self._workers, overlap=self._overlap,
         )
         if self._chunks:
             chunk_attention(
-                both, pages, out, step.attention, scale=self._scale, most=self._chunks
+                both, pages, out, step.attention, scale=self._scale, most=self._chunks,
+                overlap=self._overlap,
             )
         return out
 

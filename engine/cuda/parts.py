@@ -1,4 +1,4 @@
-"""Put the GPU's side of an engine together: weights, pages by what memory is left.  Runs no plan."""
+"""Put the GPU's side of an engine together, its pages by the memory left.  Runs no plan."""
 
 from __future__ import annotations
 

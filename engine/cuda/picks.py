@@ -18,7 +18,9 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.cuda.events import event
 from engine.kernels.matmul import Tile, gate, product
+from engine.kernels.overlap import OVERLAPS
 from engine.layers import Linear
 
 log = logging.getLogger("engine.cuda.picks")
@@ -27,12 +29,13 @@ INVARIANT = 128  # rows up to which a row's bits must not depend on how many row
 CLEARLY = 0.9  # of the time of the best invariant candidate
 WORKING_SET = 160 << 20  # bytes of weights a measurement cycles through: well beyond the L2 cache
 ROUNDS = 3
+LAUNCH_MS = 0.002  # what the rotation costs when it is a kernel of its own
 
 # (bn, bk, warps, stages) by rows of x: what won for some shape and row count when all of 48 were
 # measured on an H200 (576- to 4096-wide layers, 1 to 128 rows).
 CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
-    16: ((32, 64, 4, 5), (16, 128, 4, 5), (32, 128, 4, 5), (64, 128, 4, 5), (32, 256, 4, 5),
-         (64, 256, 4, 3), (128, 128, 4, 3)),
+    16: ((32, 64, 4, 5), (32, 64, 4, 9), (16, 128, 4, 5), (32, 128, 4, 5), (64, 128, 4, 5),
+         (32, 256, 4, 5), (64, 256, 4, 3), (128, 128, 4, 3), (16, 256, 4, 6)),
     32: ((32, 64, 4, 5), (16, 128, 4, 5), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 5),
          (128, 128, 4, 3)),
     64: ((16, 128, 4, 5), (32, 128, 4, 5), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4)),
@@ -46,7 +49,7 @@ Pick = Tile | None
 
 def height(rows: int) -> int:
     """Rows of the tile for `rows` rows of x."""
-    return min(128, max(16, triton.next_power_of_2(rows)))
+    return min(128, max(16, int(triton.next_power_of_2(rows))))
 
 
 class Picks:
@@ -55,7 +58,6 @@ class Picks:
     def __init__(self, device: torch.device, store: Path | None = None) -> None:
         """`store` keeps what was measured from one start to the next; None = nowhere."""
         self.device = device
-        self.overlap = False
         self._weights: dict[str, dict[Key, list[Tensor]]] = {}  # by group
         self._chosen: dict[tuple[Key, int], Pick] = {}
         self._store = store if device.type == "cuda" else None
@@ -73,21 +75,31 @@ class Picks:
 
         `both` [M, N] is room for the product of a gated projection, whose `out` is [M, N / 2].
         """
-        weight = linear.weight
-        assert weight is not None, "a packed weight cannot run here"
+        assert linear.weight is not None, "a packed weight cannot run here"
         epilogue = "gate" if both is not None else "add" if residual is not None else "store"
-        key = (*weight.shape, epilogue, str(out.dtype).removeprefix("torch."))
-        pick = self._chosen.get((key, x.shape[0]), self._first(x.shape[0]))
-        _launch(pick, x, weight, linear.bias, out, residual, both, self.overlap)
+        pick = self.pick(linear, epilogue, x.shape[0], out.dtype)
+        _launch(pick, x, linear.weight, linear.bias, out, residual, both)
+
+    def pick(self, linear: Linear, epilogue: str, rows: int, kind: torch.dtype) -> Pick:
+        """The tile for this product, or None for cuBLAS."""
+        found = self._chosen.get((_key(linear, epilogue, kind), rows), self._first(rows))
+        # cuBLAS adds a bias before it rounds in ways that we have not compared.
+        return self._first(rows) if found is CUBLAS and linear.bias is not None else found
+
+    @staticmethod
+    def library(x: Tensor, linear: Linear, out: Tensor) -> None:
+        """out = x W^T by cuBLAS, where `pick` said so."""
+        assert linear.weight is not None and linear.bias is None
+        torch.mm(x, linear.weight.t(), out=out)
 
     def note(self, group: str, linear: Linear, epilogue: str, kind: torch.dtype) -> None:
         """Say before anything runs that this product will be wanted, and with which others."""
-        weight = linear.weight
-        assert weight is not None
-        key = (*weight.shape, epilogue, str(kind).removeprefix("torch."))
-        self._weights.setdefault(group, {}).setdefault(key, []).append(weight)
+        assert linear.weight is not None, "a packed weight cannot run here"
+        known = self._weights.setdefault(group, {})
+        known.setdefault(_key(linear, epilogue, kind), []).append(linear.weight)
 
-    def _first(self, rows: int) -> Tile:
+    @staticmethod
+    def _first(rows: int) -> Tile:
         bm = height(rows)
         return Tile(bm, *CANDIDATES[bm][0])
 
@@ -110,24 +122,26 @@ class Picks:
         out = torch.zeros(rows, width, device=self.device, dtype=getattr(torch, kind))
         both = out.new_empty(rows, columns) if epilogue == "gate" else None
 
-        def runs(pick: Pick, overlap: bool = False) -> Callable[[], None]:
+        def runs(pick: Pick) -> Callable[[], None]:
             residual = out if epilogue == "add" else None
 
             def run() -> None:
                 for weight in few:
-                    _launch(pick, x, weight, None, out, residual, both, overlap)
+                    _launch(pick, x, weight, None, out, residual, both)
 
             return run
 
         bm = height(rows)
         times: dict[Pick, float] = {}
         for shape in CANDIDATES[bm]:
-            if columns % 16 == 0 and (epilogue != "gate" or shape[0] >= 32):
+            if _fits(shape[0], epilogue):
                 tile = Tile(bm, *shape)
                 times[tile] = _timed(runs(tile))
         best = min(times, key=lambda pick: times[pick])
         if kind == str(x.dtype).removeprefix("torch."):
             library = _timed(runs(CUBLAS))
+            if epilogue.startswith("turn"):
+                library += LAUNCH_MS * len(few)
             same = self._same(x, few[0], epilogue, best)
             if library < times[best] * (1.0 if same else CLEARLY) and (same or rows > INVARIANT):
                 return CUBLAS
@@ -145,7 +159,7 @@ class Picks:
             ).to(x.dtype)
             both = out.new_empty(x.shape[0], columns) if epilogue == "gate" else None
             residual = out if epilogue == "add" else None
-            _launch(pick, x, weight, None, out, residual, both, False)
+            _launch(pick, x, weight, None, out, residual, both)
             results.append(out)
         return torch.equal(*results)
 
@@ -192,17 +206,31 @@ def _stamp(device: torch.device) -> str:
     return f"{name}, torch {torch.__version__}, triton {triton.__version__}, 1"
 
 
+def _key(linear: Linear, epilogue: str, kind: torch.dtype) -> Key:
+    assert linear.weight is not None
+    return (*linear.weight.shape, epilogue, str(kind).removeprefix("torch."))
+
+
+def _fits(bn: int, epilogue: str) -> bool:
+    """Whether a tile's width suits what follows the product."""
+    if epilogue == "gate":
+        return bn >= 32
+    if epilogue.startswith("turn"):
+        return int(epilogue.removeprefix("turn")) % bn == 0  # the head's dimension
+    return True
+
+
 def _launch(
     pick: Pick, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
-    residual: Tensor | None, both: Tensor | None, overlap: bool,
+    residual: Tensor | None, both: Tensor | None,
 ) -> None:  # fmt: skip
-    if pick is not None or bias is not None:
-        tile = pick or Tile(height(x.shape[0]), *CANDIDATES[height(x.shape[0])][0])
-        product(x, weight, out, tile, bias=bias, residual=residual, swiglu=both is not None,
-                overlap=overlap, ahead=512 if weight.shape[1] >= 512 else 0)
+    overlap = OVERLAPS and x.is_cuda
+    if pick is not None:
+        product(x, weight, out, pick, bias=bias, residual=residual, swiglu=both is not None,
+                overlap=overlap)
     elif both is not None:
         torch.mm(x, weight.t(), out=both)
-        gate(both, out)
+        gate(both, out, overlap=overlap)
     elif residual is not None:
         out.addmm_(x, weight.t())
     else:
@@ -219,9 +247,9 @@ def _timed(run: Callable[[], None]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(ROUNDS + 1):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (event(timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()

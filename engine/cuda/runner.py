@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.cuda.events import stream
 from engine.cuda.forward import Forward, Limits, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.ops import KernelOps
@@ -26,7 +27,7 @@ from engine.cuda.picks import Picks, store_path
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
 from engine.drafting import guess
-from engine.kernels.decode_attention import DecodeScratch
+from engine.kernels.decode_attention import DecodeScratch, resident_workers
 from engine.kernels.sampler import Needs
 from engine.runner import Flight
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
-WORKERS = 264  # attention programs over all KV heads: two a multiprocessor
 PLAIN = Needs()
 FILTERED = Needs(filters=True)
 
@@ -82,7 +82,7 @@ class CudaRunner:
         self.device = pages.data.device
         on_gpu = self.device.type == "cuda"
         self.depth = 0 if head is not None else 1
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self._stream = stream(self.device) if on_gpu else None
         self._graphs = Graphs(capture and head is None)
         self._flights: deque[CudaFlight] = deque()
         with torch.inference_mode(), self._on_stream():
@@ -99,14 +99,14 @@ class CudaRunner:
         copies = self.depth + 2
         limits = Limits(most.tokens, most.rows, most.max_len, pages.size, split, items, copies)
         picks = Picks(device, store_path())
-        noted(picks, self.model, dtype)
+        noted(picks, self.model, shape.head_dim, dtype)
         self.picks = picks
         self.slots = Slots(most.rows, -(-most.max_len // pages.size), shape.vocab, device)
         ops = KernelOps(
             shape, pages.data, self.slots.tables.last, picks,
             DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),
             most=most.tokens, max_len=most.max_len, split=split,
-            workers=max(1, WORKERS // shape.kv_heads),
+            workers=resident_workers(_processors(device), shape.kv_heads, shape.head_dim),
             taps=len(self.head.taps) if self.head is not None else 0,
         )  # fmt: skip
         trash = (pages.blocks - 1) * pages.size
@@ -226,3 +226,10 @@ class CudaRunner:
             self.picks.save()
             if self._stream is not None:
                 self._stream.synchronize()
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of the device; what is not a GPU runs programs one by one."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""The settling half of a step: logits, masks, draws, drafts walked, results home.  Runs no layer."""
+"""The settling half of a step: logits, masks, draws, walks, results home.  Runs no layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.buckets import bucket, sizes
+from engine.cuda.events import event
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Layout, Mirror
 from engine.cuda.picks import Picks
@@ -166,7 +167,7 @@ class Settling:
                 source: Tensor = getattr(results, name)
                 getattr(home, name)[:count].copy_(source[:count], non_blocking=True)
         if self._x.device.type == "cuda":
-            draw.done = torch.cuda.Event(blocking=count >= BLOCKING)
+            draw.done = event(blocking=count >= BLOCKING)
             draw.done.record()
 
     def _run(self, size: int, needs: Needs, masked: bool) -> None:

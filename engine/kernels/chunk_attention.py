@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.decode_attention import LOG2_E
+from engine.kernels.overlap import launch_options, release, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def chunk_attention(
     scale: float,
     most: int,
     shape: ChunkShape | None = None,
+    overlap: bool = False,
 ) -> None:
     """Attend for all chunks of `meta`; other tokens of `out` are left as they are.
 
@@ -54,8 +56,8 @@ def chunk_attention(
     written, `out` is [N, heads * head_dim]; all of one type, rows contiguous.  `scale` (above 0)
     multiplies the scores.  `most` is the launch's bucket of items: programs beyond
     meta.chunk_total return at once, items beyond `most` would be left out.  `shape` replaces the
-    tuned one of the head dimension; its tile must be the plan's.  Allocates nothing and reads
-    nothing on the host.
+    tuned one of the head dimension; its tile must be the plan's.  `overlap`: see
+    kernels/overlap.py.  Allocates nothing and reads nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
     heads = out.shape[1] // dim
@@ -73,7 +75,8 @@ def chunk_attention(
         TILE=shape.tile, GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size,
         PAGES=shape.pages, STAGES=shape.stages,
         PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-        num_warps=shape.warps, num_stages=shape.stages,
+        OVERLAP=overlap, num_warps=shape.warps, num_stages=shape.stages,
+        **launch_options(overlap),
     )  # fmt: skip
 
 
@@ -83,6 +86,7 @@ def _chunk_kernel(
     query_stride, out_stride, table_stride, items_stride, scale,
     TILE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, PAGES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Query head program_id(0) of item program_id(1)."""
     head = tl.program_id(0)
@@ -101,6 +105,7 @@ def _chunk_kernel(
     live = (line < tokens)[:, None]
     flat = tl.load(row_first + row) + begin + line
     column = head * DIM + dim
+    wait(OVERLAP)
     q = tl.load(query + (flat * query_stride)[:, None] + column[None, :], mask=live, other=0.0)
     pages += (head // GROUP) * DIM
     top = tl.full([TILE], float("-inf"), tl.float32)
@@ -129,6 +134,7 @@ def _chunk_kernel(
             KV_HEADS, DIM, PAGE, PAGES, True, PRECISION,
         )  # fmt: skip
         block, other = next_block, next_other
+    release(OVERLAP)
     result = acc / total[:, None]
     out_at = out + (flat * out_stride)[:, None] + column[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=live)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import LINES, TILES, short_tile
+from engine.kernels.overlap import launch_options, release, wait
 
 LOG2_E = 1.4426950408889634
 # Pages in flight a program, and warps, by head dimension.
@@ -83,6 +84,7 @@ def decode_attention(
     workers: int,
     warps: int | None = None,
     stages: int | None = None,
+    overlap: bool = False,
 ) -> None:
     """Attend for all short rows of `meta`; other tokens of `out` are left as they are.
 
@@ -90,8 +92,8 @@ def decode_attention(
     will do), `pages` [blocks, 2, size, kv_heads, head_dim] is one layer with this step's keys and
     values already written, `out` is [N, heads * head_dim]; all of one type, rows contiguous.
     `scale` multiplies the scores, `split`, in positions, is the page size times a power of two;
-    `workers` is the programs a KV head (see resident_workers).  Allocates nothing and reads
-    nothing on the host.
+    `workers` is the programs a KV head (see resident_workers).  `overlap`: see kernels/overlap.py.
+    Allocates nothing and reads nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
     group = out.shape[1] // (kv_heads * dim)
@@ -114,7 +116,8 @@ def decode_attention(
         TILE=short_tile(group), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=size, SPLIT=split,
         LINES=LINES, TILES=TILES, STAGES=stages or STAGES[dim],
         PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-        num_warps=warps or WARPS[dim], num_stages=stages or STAGES[dim],
+        OVERLAP=overlap, num_warps=warps or WARPS[dim], num_stages=stages or STAGES[dim],
+        **launch_options(overlap),
     )  # fmt: skip
 
 
@@ -124,7 +127,7 @@ def _short_kernel(
     partial, stats, arrived, query_stride, out_stride, table_stride, items_stride, scale,
     TILE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, LINES: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program takes the items program_id(1), + workers, ... for KV head program_id(0)."""
     head = tl.program_id(0)
@@ -136,6 +139,7 @@ def _short_kernel(
     # An item is read one round early, and the first beside the total: each load that waits for
     # another costs a fifth of what a lone row's attention takes.
     next_code, next_split = _item(items, items_stride, tl.program_id(1))
+    wait(OVERLAP)
     for item in range(tl.program_id(1), tl.load(items_total), workers):
         code, split = next_code, next_split
         next_code, next_split = _item(items, items_stride, item + workers)
@@ -175,6 +179,7 @@ def _short_kernel(
                     tl.store(arrived + base, 0)
                     result = _merge(partial, stats, base, splits, live, KV_HEADS, DIM, LINES)
                     tl.store(out_at, result.to(out.dtype.element_ty), mask=live)
+    release(OVERLAP)
 
 
 @triton.jit

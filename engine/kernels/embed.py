@@ -18,7 +18,7 @@ UPDATES = 256  # table entries written at a time
 
 @triton.jit
 def _embed(
-    tokens, origin, last, weights, out, width, vocab,
+    tokens, origin, last, weights, out, width,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
@@ -51,7 +51,7 @@ def embed(
     """
     count, width = out.shape
     _embed[(count,)](
-        tokens, origin, last, weights, out, width, weights.shape[0],
+        tokens, origin, last, weights, out, width,
         BLOCK=triton.next_power_of_2(width), OVERLAP=overlap,
         num_warps=4 if width <= 2048 else 8, **launch_options(overlap),
     )  # fmt: skip
@@ -69,6 +69,8 @@ def _update(table, slots, places, blocks, count, width, BLOCK: tl.constexpr):
         tl.store(table + slot * width + place, block, mask=there)
 
 
-def update_table(table: Tensor, slots: Tensor, places: Tensor, blocks: Tensor, count: Tensor) -> None:
+def update_table(
+    table: Tensor, slots: Tensor, places: Tensor, blocks: Tensor, count: Tensor
+) -> None:
     """table[slots[i], places[i]] = blocks[i] for i below count[0]; all int32, table contiguous."""
     _update[(1,)](table, slots, places, blocks, count, table.shape[1], BLOCK=UPDATES, num_warps=4)

@@ -1,4 +1,4 @@
-"""Matrix products whose rows do not know their neighbours.  Picks no tile; see engine/cuda/picks.py.
+"""Matrix products whose rows do not know their neighbours.  Picks no tile: engine/cuda/picks.py.
 
     y = epilogue(x W^T)        x [M, K], W [N, K], both of one type; sums in fp32
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from engine.kernels.overlap import launch_options, release, wait
 
 STORE, RESIDUAL, SWIGLU = 0, 1, 2  # what happens to a tile before it is stored
-LINE = 64  # bf16 numbers in one line of the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Tile:
 
 @triton.jit
 def silu_times(gate, up, kind: tl.constexpr):
-    """silu(gate) * up in fp32, of values rounded to `kind` as a product that was stored would be."""
+    """silu(gate) * up in fp32, of values rounded to `kind` as a stored product's would be."""
     gate = gate.to(kind).to(tl.float32)
     up = up.to(kind).to(tl.float32)
     gate = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
@@ -45,34 +44,18 @@ def silu_times(gate, up, kind: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(w, rn, columns, depth, AHEAD: tl.constexpr, LINE: tl.constexpr):
-    """Ask the L2 cache for the first AHEAD columns of this program's weights."""
-    lines = tl.minimum(tl.arange(0, AHEAD // LINE) * LINE, depth - 1)
-    at = w + tl.minimum(rn, columns - 1)[:, None].to(tl.int64) * depth + lines[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _product(
-    x, w, bias, residual, out, rows, columns, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+def accumulate(
+    x, w, rm, rn, rows, columns, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    rn = tl.program_id(0) * BN + tl.arange(0, BN)
-    rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    """The tile of x W^T at rows `rm`, columns `rn`: fp32 [BM, BN], K from its start to its end."""
     rk = tl.arange(0, BK)
     live = rm[:, None] < rows
     there = rn[None, :] < columns
     xs = x + rm[:, None].to(tl.int64) * depth + rk[None, :]
     ws = w + rn[None, :].to(tl.int64) * depth + rk[:, None]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if AHEAD > 0:
-        _prefetch(w, rn, columns, depth, AHEAD, 64)
-    wait(OVERLAP)
     for k in range(0, depth, BK):
         if EVEN:
             a = tl.load(xs + k, mask=live, other=0.0)
@@ -82,6 +65,22 @@ def _product(
             a = tl.load(xs + k, mask=live & inside[None, :], other=0.0)
             b = tl.load(ws + k, mask=there & inside[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _product(
+    x, w, bias, residual, out, rows, columns, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    rm = tl.program_id(1) * BM + tl.arange(0, BM)
+    live = rm[:, None] < rows
+    there = rn[None, :] < columns
+    wait(OVERLAP)
+    acc = accumulate(x, w, rm, rn, rows, columns, depth, BM, BN, BK, EVEN, PRECISION)
     release(OVERLAP)
     kind = x.dtype.element_ty
     if BIAS:
@@ -108,14 +107,12 @@ def product(
     residual: Tensor | None = None,
     swiglu: bool = False,
     overlap: bool = False,
-    ahead: int = 0,
 ) -> None:
     """Write `x` [M, K] times the rows of `w` [N, K] to `out`: [M, N], or [M, N / 2] with `swiglu`.
 
     `bias` [N] is added to the product, then `residual` [M, N] (which may be `out`); `swiglu` takes
     rows 2i of w as gate and 2i + 1 as up: out = silu(gate) * up.  All contiguous; `out` may be of
-    a wider type than the rest.  `overlap`: see kernels/overlap.py; `ahead` then is how many columns
-    of W, a multiple of 64, are asked for while the kernel before still runs.
+    a wider type than the rest.  `overlap`: see kernels/overlap.py.
     """
     (rows, depth), columns = x.shape, w.shape[0]
     assert w.shape[1] == depth, f"x {x.shape}, w {w.shape}"
@@ -126,10 +123,14 @@ def product(
         x, w, bias if bias is not None else w, residual if residual is not None else out, out,
         rows, columns, depth,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, EPILOGUE=epilogue, BIAS=bias is not None,
-        EVEN=depth % tile.bk == 0, OVERLAP=overlap, AHEAD=ahead if overlap else 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EVEN=depth % tile.bk == 0, OVERLAP=overlap, PRECISION=precision(x),
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(overlap),
     )  # fmt: skip
+
+
+def precision(x: Tensor) -> str:
+    """How tensor cores may take fp32 operands: not at all; bf16 is exact either way."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 @triton.jit

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+# Measured on an H200: a layer of SmolLM2-135M at one row 18.5 -> 14.5 us, of an 8B 122 -> 116 us.
+OVERLAPS = True
+
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.overlap import launch_options, release, wait
+
 HEADS = 8  # heads a program; a power of two
 WARPS = 4
 
@@ -29,6 +31,7 @@ def rotate_and_store(
     *,
     query: Tensor | None = None,
     pairs: Pairs = "halves",
+    overlap: bool = False,
 ) -> None:
     """Rotate N tokens' queries and keys; store keys and values in one layer's pages.
 
@@ -38,7 +41,7 @@ def rotate_and_store(
     head_dim / 2].  Rotated queries go to `query` [N, heads * head_dim], or replace those in `qkv`;
     the keys in `qkv` stay unrotated.  `pairs` says which elements turn together: i with i +
     head_dim / 2 ("halves", as in Hugging Face checkpoints), or 2i with 2i + 1 ("neighbours").
-    Allocates nothing and reads nothing on the host.
+    `overlap`: see kernels/overlap.py.  Allocates nothing and reads nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -53,15 +56,22 @@ def rotate_and_store(
     _rotate_kernel[(count, triton.cdiv(heads + kv_heads, HEADS))](
         qkv, target, pages, positions, slots, cos, sin, qkv.stride(0), target.stride(0),
         QUERIES=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size, HEADS=HEADS,
-        NEIGHBOURS=pairs == "neighbours", num_warps=WARPS,
+        NEIGHBOURS=pairs == "neighbours", OVERLAP=overlap, num_warps=WARPS,
+        **launch_options(overlap),
     )  # fmt: skip
+
+
+@triton.jit
+def turned(left, right, cos, sin):
+    """A pair of elements, rotated; one function, so that every kernel rounds alike."""
+    return left * cos - right * sin, right * cos + left * sin
 
 
 @triton.jit
 def _rotate_kernel(
     qkv, target, pages, positions, slots, cos, sin, qkv_stride, target_stride,
     QUERIES: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    HEADS: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    HEADS: tl.constexpr, NEIGHBOURS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Heads program_id(1) * HEADS .. + HEADS - 1 of token program_id(0): queries, then keys."""
     half: tl.constexpr = DIM // 2
@@ -79,10 +89,12 @@ def _rotate_kernel(
     at = head * DIM + pair * step
     source = qkv + token * qkv_stride + at
     known = is_query | is_key
+    wait(OVERLAP)
     left = tl.load(source, mask=known, other=0.0).to(tl.float32)
     right = tl.load(source + partner, mask=known, other=0.0).to(tl.float32)
-    first = (left * turn - right * lift).to(pages.dtype.element_ty)
-    second = (right * turn + left * lift).to(pages.dtype.element_ty)
+    release(OVERLAP)
+    first, second = turned(left, right, turn, lift)
+    first, second = first.to(pages.dtype.element_ty), second.to(pages.dtype.element_ty)
 
     own = target + token * target_stride + at
     tl.store(own, first, mask=is_query)

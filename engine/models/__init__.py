@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from engine.attention import Attention
     from engine.batch import Batch
-    from engine.layers import Linear
+    from engine.layers import Layer, Linear
     from engine.model_config import ModelConfig
     from engine.ops import Ops
 
@@ -26,6 +26,7 @@ class Model(Protocol):
 
     norm: Tensor  # [hidden] gain of the norm before the head
     head: Linear  # [vocab, hidden]
+    layers: list[Layer]
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ Touvron et al., LLaMA (2023): pre-norm with RMSNorm, rotary positions, SwiGLU, n
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import Linear, join_gate, rotary_tables
+from engine.layers import Layer, Linear, join_gate, join_heads, rotary_tables
 from engine.models import Hidden
 from engine.ops import TorchOps
 
@@ -26,18 +25,6 @@ if TYPE_CHECKING:
     from engine.batch import Batch
     from engine.checkpoint import ModelConfig
     from engine.ops import Ops
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Weights of one decoder layer."""
-
-    attention_norm: Tensor
-    qkv: Linear
-    out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class Llama:
@@ -56,7 +43,7 @@ class Llama:
         self.embedding = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
         self.head = Linear(self.embedding if config.tied else weights["lm_head.weight"])
-        self.layers = [_layer(weights, i, paired) for i in range(config.layers)]
+        self.layers = [_layer(weights, i, config.head_dim, paired) for i in range(config.layers)]
         dtype, device = self.embedding.dtype, self.embedding.device
         cos, sin = rotary_tables(config, max_len, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
@@ -115,7 +102,7 @@ class Llama:
         return self.head(F.rms_norm(rows, rows.shape[-1:], self.norm, self.config.rms_eps))
 
 
-def _layer(weights: dict[str, Tensor], i: int, paired: bool) -> _Layer:
+def _layer(weights: dict[str, Tensor], i: int, dim: int, paired: bool) -> Layer:
     """Take a layer's tensors out of `weights` and join those that share an input."""
     at = f"model.layers.{i}."
 
@@ -129,9 +116,12 @@ def _layer(weights: dict[str, Tensor], i: int, paired: bool) -> _Layer:
         assert weight is not None, f"layer {i} lacks one of {names}; the loader checks this"
         return Linear(join(weight), None if bias is None else join(bias))
 
-    return _Layer(
+    return Layer(
         attention_norm=weights.pop(f"{at}input_layernorm.weight"),
-        qkv=linear(torch.cat, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qkv=linear(
+            partial(join_heads, dim=dim, paired=paired),
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+        ),
         out=linear(torch.cat, "self_attn.o_proj"),
         mlp_norm=weights.pop(f"{at}post_attention_layernorm.weight"),
         gate_up=linear(partial(join_gate, paired=paired), "mlp.gate_proj", "mlp.up_proj"),
