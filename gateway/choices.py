@@ -65,7 +65,7 @@ class Choice:
         self.ids: list[int] = []  # sampled ones, without a stop id
         self.calls: list[tuple[str, str]] = []  # (name, arguments) of the complete ones
         self.decoder = Detokenizer(self.vocabulary)
-        self._scanner = copy(self._fresh_scanner)  # its state is plain values
+        self.scanner = copy(self._fresh_scanner)  # its state is plain values
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self._call: tuple[str, list[str]] | None = None  # the one that is open
         self._said: list[str] = []  # text that left; kept only when stop strings may cut it
@@ -74,11 +74,6 @@ class Choice:
     def may_stop(self) -> bool:
         """Whether text alone can end it."""
         return self._stops is not None
-
-    @property
-    def scans(self) -> bool:
-        """Whether its text may hold calls."""
-        return self._fresh_scanner is not None
 
     @property
     def kept(self) -> str | None:
@@ -96,11 +91,16 @@ class Choice:
         text = self.decoder.push(out.tokens)
         if not text:
             return Said(self.index, [])
-        if self._scanner is None:
+        if self.scanner is None:
             return Said(self.index, [Text(text)])
         events: list[Event] = []
-        self._pass(self._scanner.push(text), events)
+        self._pass(self.scanner.push(text), events)
         return Said(self.index, joined(events))
+
+    def argued(self, text: str) -> None:
+        """A piece of the open call's arguments."""
+        assert self._call is not None, "arguments outside a call"
+        self._call[1].append(text)
 
     def _take(self, out: Out) -> Said:
         count = len(out.tokens) - out.stopped
@@ -133,7 +133,7 @@ class Choice:
     def _push(self, text: str, events: list[Event]) -> None:
         if not text:
             return
-        self._pass([Text(text)] if self._scanner is None else self._scanner.push(text), events)
+        self._pass([Text(text)] if self.scanner is None else self.scanner.push(text), events)
 
     def _pass(self, found: Iterable[Event], events: list[Event]) -> None:
         """Events on their way out: text through the stop strings, calls noted."""
@@ -161,8 +161,7 @@ class Choice:
             case CallStart(name=name):
                 self._call = (name, [])
             case CallArgs(text=text):
-                assert self._call is not None, "arguments outside a call"
-                self._call[1].append(text)
+                self.argued(text)
             case CallEnd():
                 assert self._call is not None, "the end of no call"
                 self.calls.append((self._call[0], "".join(self._call[1])))
@@ -173,8 +172,8 @@ class Choice:
     def _end(self, events: list[Event]) -> None:
         """The engine ended the choice: let go of everything that was held back."""
         self._push(self.decoder.close(), events)
-        if self._scanner is not None:
-            self._pass(self._scanner.close(), events)
+        if self.scanner is not None:
+            self._pass(self.scanner.close(), events)
         if self._stops is not None and not self.stopped_here and (rest := self._stops.flush()):
             events.append(Text(rest))
 

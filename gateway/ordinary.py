@@ -27,33 +27,35 @@ class Socket(Protocol):
 
 
 class Ordinary:
-    """The sink of a stream that has begun, has one choice, no scanner and no stop strings."""
+    """The sink of a stream that has begun and has one choice without stop strings."""
 
     __slots__ = (
-        "_after", "_before", "_choice", "_decoder", "_otherwise", "_quote", "_quoted", "_room",
-        "_stop", "_tick", "_write",
+        "_after", "_around", "_before", "_call", "_choice", "_otherwise", "_quoted", "_room",
+        "_stop", "_tick", "_vocabulary", "_write",
     )  # fmt: skip
 
     def __init__(
         self,
         choice: Choice,
-        around: tuple[bytes, bytes],
+        around: Callable[[int], tuple[bytes, bytes]],
         socket: Socket,
         *,
         tick: Callable[[], None],
         stop: Callable[[Exception], None],
         otherwise: Callable[[Out], bool],
     ) -> None:
-        """`around`: what stands before and after the JSON of a frame's text, quotes included.
+        """`around` of a call's index, or -1: what stands before and after the JSON of a frame's
+        arguments, or text; quotes included.
 
         `tick` notes the time of a token, `stop` ends this turn alone, `otherwise` takes an out that
         is not ordinary, and says whether it did.
         """
         self._choice = choice
-        self._before, self._after = around
-        self._decoder = choice.decoder
+        self._around = around
+        self._call = -1  # the one whose arguments `_before` and `_after` frame
+        self._before, self._after = around(-1)
+        self._vocabulary = choice.vocabulary
         self._quoted = choice.vocabulary.quoted
-        self._quote = choice.vocabulary.quote
         self._room = socket.room
         self._write = socket.write
         self._tick = tick
@@ -63,27 +65,45 @@ class Ordinary:
     def __call__(self, out: Out) -> bool:
         """Take an out that ends nothing; False when the reader must take it."""
         tokens = out.tokens
-        text = self._quoted.get(tokens[0]) if len(tokens) == 1 else self._joined(tokens)
-        if text is None or out.logprobs or self._decoder.pending:
+        found = self._quoted.get(tokens[0]) if len(tokens) == 1 else self._joined(tokens)
+        choice = self._choice
+        # Decoder and scanner are the choice's of now: it may have begun anew.
+        if found is None or out.logprobs or choice.decoder.pending:
             for id in tokens:
-                self._quote(id)  # for its next use
+                self._vocabulary.quote(id)  # for its next use
             return self._otherwise(out)
+        quoted, text = found
+        call, scanner = -1, choice.scanner
+        if scanner is not None:
+            watched, call = scanner.watched, scanner.call
+            if watched is None or watched in quoted:
+                return self._otherwise(out)
         if not self._room():
             return False
         try:
-            choice = self._choice
+            if call != self._call:
+                self._enter(call)
+            if call >= 0:
+                choice.argued(text)
             choice.ids += tokens
             choice.tokens += len(tokens)
             self._tick()
-            self._write(b"".join((self._before, text, self._after)))
+            self._write(b"".join((self._before, quoted, self._after)))
         except Exception as error:  # of this turn alone: others wait for the same step
             self._stop(error)
         return True
 
-    def _joined(self, tokens: Sequence[int]) -> bytes | None:
+    def _enter(self, call: int) -> None:
+        """Text, or the arguments of another call, from here on."""
+        self._before, self._after = self._around(call)
+        self._call = call
+
+    def _joined(self, tokens: Sequence[int]) -> tuple[bytes, str] | None:
         """Several tokens' text; None when one of them is not known to be whole, or none is here."""
-        quoted = self._quoted
         try:
-            return b"".join([quoted[id] for id in tokens]) or None
+            found = [self._quoted[id] for id in tokens]
         except KeyError:
             return None
+        if not found:
+            return None
+        return b"".join([one[0] for one in found]), "".join([one[1] for one in found])

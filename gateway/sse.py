@@ -21,6 +21,7 @@ PING = b": ping\n"  # a comment without a blank line: some clients fail on an em
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
+_ARGUMENTS, _ARGUMENTS_END = b'"tool_calls":[{"index":%d,"function":{"arguments":', b"}}]"
 _FINISHES = {reason: _encode(reason) for reason in ("stop", "length", "tool_calls")}
 
 
@@ -46,8 +47,10 @@ class _Frames:
         self._tail = self.close + b',"logprobs":null,"finish_reason":null}]' + self._usage
         self._tail += b"}\n\n"
 
-    def around(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON of the text in a frame that holds nothing else."""
+    def around(self, index: int, call: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON of a frame's only text, or of the arguments of
+        `call` when that is not -1; quotes included."""
+        assert call < 0, "a text completion has no calls"
         return self._texts[index] + b'"', b'"' + self._tail
 
     def _choice(self, index: int) -> bytes:
@@ -125,19 +128,25 @@ class ChatFrames(_Frames):
             frames += self._event(index, event, said.closed_early)
         return b"".join(frames)
 
+    def around(self, index: int, call: int) -> tuple[bytes, bytes]:
+        """See _Frames.around."""
+        if call < 0:
+            return super().around(index, call)
+        return self._deltas[index] + _ARGUMENTS % call + b'"', b'"' + _ARGUMENTS_END + self._tail
+
     def _event(self, index: int, event: Event, closed_early: bool) -> tuple[bytes, ...]:
         match event:
             case Text(text=text):
                 return self._texts[index], _encode(text), self._rest(index)
             case CallArgs(index=call, text=text):
-                call_open = b'"tool_calls":[{"index":%d,"function":{"arguments":' % call
-                return self._deltas[index], call_open, _encode(text), b"}}]", self._rest(index)
+                opening = _ARGUMENTS % call, _encode(text), _ARGUMENTS_END
+                return self._deltas[index], *opening, self._rest(index)
             case CallStart(index=call, id=id, name=name):
-                opening = (
+                start = (
                     b'"tool_calls":[{"index":%d,"id":' % call, _encode(id),
                     b',"type":"function","function":{"name":', _encode(name), b',"arguments":""}}]',
                 )  # fmt: skip
-                return self._deltas[index], *opening, self._rest(index)
+                return self._deltas[index], *start, self._rest(index)
             case CallEnd():
                 return ()
             case Finish(reason=reason):

@@ -7,6 +7,7 @@ error; then `[DONE]`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 from sse_starlette.event import ServerSentEvent
@@ -31,8 +32,8 @@ class Frames(Protocol):
     def batch(self, batch: Sequence[Said]) -> bytes:
         """All that is new, as one run of bytes; empty when nothing may leave yet."""
 
-    def around(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the JSON of the text in a frame that holds nothing else."""
+    def around(self, index: int, call: int) -> tuple[bytes, bytes]:
+        """What stands before and after the JSON of a frame's only text, or arguments."""
 
     def end(self, usage: Usage) -> bytes:
         """The end of a stream that went well."""
@@ -106,7 +107,7 @@ class Stream(EventSourceResponse):
         await send({"type": "http.response.start", **head})
         shortcut = self._shortcut
         if shortcut is not None:
-            self._turn.lend(self._tell, shortcut, self._frames.around(0))
+            self._turn.lend(self._tell, shortcut, partial(self._frames.around, 0))
         async for piece in self._pieces:
             if shortcut is not None and shortcut.room():
                 shortcut.write(piece)

@@ -49,8 +49,8 @@ class Vocabulary:
         #: Text of the added tokens: a piece of user text must never become one of these ids.
         self.added: dict[int, str] = {}
         self.special: set[int] = set()
-        #: JSON text, without its quotes, of tokens that quote() found to be whole text.
-        self.quoted: dict[int, bytes] = {}
+        #: JSON without its quotes, and text, of tokens that quote() found to be whole text.
+        self.quoted: dict[int, tuple[bytes, str]] = {}
         for token in spec.get("added_tokens") or []:
             pieces[token["id"]] = token["content"]
             self.added[token["id"]] = token["content"]
@@ -64,10 +64,10 @@ class Vocabulary:
         return len(self.bytes)
 
     def quote(self, id: int) -> None:
-        """Note a token's JSON text if it has some and begins and ends between code points."""
+        """Note a token's text if it has some that begins and ends between code points."""
         with contextlib.suppress(UnicodeDecodeError, IndexError):
             if id not in self.quoted and (text := self.bytes[id].decode()):
-                self.quoted[id] = msgspec.json.encode(text)[1:-1]
+                self.quoted[id] = msgspec.json.encode(text)[1:-1], text
 
     def spelled(self, id: int) -> bytes:
         """The bytes of one token as logprobs show it: a control token by its name."""
@@ -117,11 +117,8 @@ class Detokenizer:
         self._bytes = vocabulary.bytes
         self._strip = vocabulary.strip_first
         self._decoder = IncrementalDecoder("replace")
-
-    @property
-    def pending(self) -> bool:
-        """Whether the next token's text is not just its own: it completes one, or is stripped."""
-        return self._strip or self._decoder.buffer != b""
+        #: Whether the next text is not just its token's: it completes one, or loses its space.
+        self.pending = self._strip
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; ids outside the vocabulary have none."""
@@ -130,7 +127,9 @@ class Detokenizer:
             raw = b"".join([table[id] for id in ids])
         except IndexError:  # rows that pad the output head
             raw = b"".join([table[id] for id in ids if id < len(table)])
-        return self._first(self._decoder.decode(raw)) if self._strip else self._decoder.decode(raw)
+        text = self._first(self._decoder.decode(raw)) if self._strip else self._decoder.decode(raw)
+        self.pending = self._strip or self._decoder.buffer != b""
+        return text
 
     def close(self) -> str:
         """No more ids come: an incomplete tail is U+FFFD."""

@@ -232,7 +232,10 @@ class Turn:
             self._anew.add(choice.index)
 
     def lend(
-        self, tell: Callable[[Said], None], socket: Socket, around: tuple[bytes, bytes]
+        self,
+        tell: Callable[[Said], None],
+        socket: Socket,
+        around: Callable[[int], tuple[bytes, bytes]],
     ) -> None:
         """Once shown(), `tell` what a step gave at once if next() sleeps and `socket` has room.
 
@@ -242,7 +245,7 @@ class Turn:
         if len(self.choices) != 1 or self.choices[0].may_stop:
             return
         past = partial(self._past, tell, socket.room)
-        self._lent = past if self.choices[0].scans else Ordinary(
+        self._lent = Ordinary(
             self.choices[0], around, socket, tick=self._clock, stop=self._stop, otherwise=past
         )
 

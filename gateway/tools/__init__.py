@@ -36,6 +36,15 @@ class Tool:
 class Scanner(Protocol):
     """Turns one choice's text into events; any cutting of the text gives the same joined events."""
 
+    @property
+    def watched(self) -> bytes | None:
+        """The JSON of the letter that a text must not hold to be one event as it is, which push()
+        need not hear of; None = push every text."""
+
+    @property
+    def call(self) -> int:
+        """The call that such a text is arguments of; -1 = it is text."""
+
     def push(self, text: str) -> list[Event]:
         """Take the next piece of text; return what is certain now."""
 

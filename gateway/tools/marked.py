@@ -5,11 +5,14 @@ text  BEGIN HEAD name MIDDLE {arguments} END  JOINT  BEGIN HEAD name MIDDLE {arg
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from engine.grammar.schema import embed
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Text
@@ -98,6 +101,8 @@ class MarkedScanner:
         self._index = -1  # of the newest call
         self._inside = False  # between a call's name and its closing literal
         self._after = False  # white space since the last call may still turn out to be a joint
+        self.call = -1  # the one that is open
+        self.watched: bytes | None = _json(self._open[0])
 
     def push(self, text: str) -> list[Event]:
         """Take the next piece of text; return what is certain now."""
@@ -105,6 +110,10 @@ class MarkedScanner:
         events: list[Event] = []
         while self._held and (self._arguments(events) if self._inside else self._prose(events)):
             pass
+        self.call = self._index if self._inside else -1
+        held = self._held or (self._after and not self._inside)
+        watched = self._marks.end if self._inside else self._open
+        self.watched = None if held else _json(watched[0])
         return events
 
     def close(self) -> list[Event]:
@@ -165,6 +174,12 @@ class MarkedScanner:
         self._held = self._held[count:]
         if text:
             events.append(Text(text))
+
+
+@functools.cache
+def _json(letter: str) -> bytes:
+    """A letter as it stands in JSON text."""
+    return msgspec.json.encode(letter)[1:-1]
 
 
 def _may_name(text: str) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import Out, TokenLogprobs
@@ -13,6 +14,8 @@ from gateway.choices import Choice
 from gateway.ordinary import Ordinary
 from gateway.sse import ChatFrames, TextFrames
 from gateway.text import Vocabulary
+from gateway.tools.hermes import MARKS
+from gateway.tools.marked import MarkedScanner
 from tests.gateway.test_text import sentence_piece_json
 from tests.scripted import EOS, byte_tokenizer_json
 
@@ -35,8 +38,8 @@ class Socket:
 class Stream:
     """One choice whose first token was shown by the long way."""
 
-    def __init__(self, vocabulary: Vocabulary, kind=ChatFrames) -> None:
-        self.choice = Choice(0, vocabulary)
+    def __init__(self, vocabulary: Vocabulary, kind=ChatFrames, scanner=None) -> None:
+        self.choice = Choice(0, vocabulary, scanner=scanner)
         self.frames = kind("id", 1, "m", choices=1, include_usage=False)
         self.socket = Socket()
         self.ticks = 0
@@ -45,7 +48,7 @@ class Stream:
         self.past(Out("r", 0, [ord("<")]))
         self.long = 0
         self.sink = Ordinary(
-            self.choice, self.frames.around(0), self.socket,
+            self.choice, partial(self.frames.around, 0), self.socket,
             tick=self.tick, stop=self.errors.append, otherwise=self.past,
         )  # fmt: skip
 
@@ -59,8 +62,14 @@ class Stream:
         return True
 
     @property
-    def state(self) -> tuple[bytes, list[int], int]:
-        return b"".join(self.socket.written), self.choice.ids, self.choice.tokens
+    def state(self) -> tuple[object, ...]:
+        choice = self.choice
+        return b"".join(self.socket.written), choice.ids, choice.tokens, choice.calls, choice._call
+
+
+def calling() -> MarkedScanner:
+    ids = iter(range(100))
+    return MarkedScanner(MARKS, lambda: f"call_{next(ids)}")
 
 
 text = st.text(st.sampled_from('a<" \\\n\x00\x7fé東😀\u2028\ufeff'), max_size=6)
@@ -68,6 +77,7 @@ text = st.text(st.sampled_from('a<" \\\n\x00\x7fé東😀\u2028\ufeff'), max_siz
 
 @pytest.mark.parametrize("json", VOCABULARIES, ids=["bytes", "sentencepiece"])
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(groups=st.lists(st.lists(st.integers(0, 300), max_size=4), max_size=12),
        said=st.lists(text, max_size=4))
 def test_any_tokens_in_any_groups_give_the_bytes_of_the_long_way(json, kind, groups, said):
@@ -80,6 +90,58 @@ def test_any_tokens_in_any_groups_give_the_bytes_of_the_long_way(json, kind, gro
             long.past(Out("r", 0, list(ids)))
     assert short.state == long.state
     assert not short.errors
+
+
+CALL = MARKS.write("get", '{"a": "} <é"}')
+PIECES = [CALL, CALL[:30], "\n", " ", "x < y", "<tool_call>\n", "}", "ok", CALL + "\n"]
+pieces = st.sampled_from(PIECES)
+
+
+@settings(deadline=None)
+@given(texts=st.lists(pieces, max_size=6), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_calls_however_cut_give_the_bytes_and_the_calls_of_the_long_way(texts, cuts):
+    raw = "".join(texts).encode()
+    groups, start = [], 0
+    for size in itertools.cycle(cuts):
+        if start >= len(raw):
+            break
+        groups.append(list(raw[start : start + size]))
+        start += size
+    vocabulary = Vocabulary(byte_tokenizer_json())
+    for id in range(128):
+        vocabulary.quote(id)
+    short, long = (Stream(vocabulary, scanner=calling()) for _ in range(2))
+    for ids in groups:
+        assert short.sink(Out("r", 0, list(ids)))
+        long.past(Out("r", 0, list(ids)))
+    for stream in (short, long):
+        stream.past(Out("r", 0, [ord(".")], "length"))
+    assert short.state == long.state
+    assert not short.errors
+
+
+def test_arguments_and_text_between_their_marks_go_the_short_way():
+    vocabulary = Vocabulary(byte_tokenizer_json())
+    for id in range(128):
+        vocabulary.quote(id)
+    stream = Stream(vocabulary, scanner=calling())
+    stream.past(Out("r", 0, list(MARKS.write("get", "{")[: -len(MARKS.end)].encode())))
+    for text, long in (("a: b", 1), ("}", 2), ("x", 3), ("y", 3), ("}\n", 4), ("</tool_call>", 5),
+                       ("\n", 6), ("z", 7), ("z", 7), ("<", 8), ("z", 9), ("z", 9)):
+        stream.sink(Out("r", 0, list(text.encode())))
+        assert stream.long == long, text
+    assert stream.choice.calls == [("get", "{a: b}xy")]
+
+
+def test_a_choice_that_began_anew_is_read_by_its_new_decoder_and_scanner():
+    vocabulary = Vocabulary(byte_tokenizer_json())
+    stream = Stream(vocabulary, scanner=calling())
+    stream.choice.begin()
+    half = "é".encode()[0]
+    stream.past(Out("r", 0, [*b"<tool_call>", half]))
+    vocabulary.quote(ord("a"))
+    stream.sink(Out("r", 0, [ord("a")]))
+    assert stream.long == 2 and "\ufffda".encode() in stream.socket.written[-1]
 
 
 def test_a_token_goes_the_short_way_from_its_second_use_on():
