@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from engine.kernels.sampler_score import FLAGS, PENALTIES, WORDS
-from engine.kernels.sampler_tables import Results, Rows, SlotTables
+from engine.kernels.sampler_tables import WORDWISE, Results, Rows, SlotTables
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _walk(
     groups, group_row, group_rows, row_slot, row_first, tokens, drawn, records, history, last,
     matched, vocab,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels import sampler_tables as tables
 from engine.kernels.sampler_score import FLAGS, WORDS
-from engine.kernels.sampler_tables import BEST, BLOCK, Results, Rows, Scratch, SlotTables
+from engine.kernels.sampler_tables import BEST, BLOCK, WORDWISE, Results, Rows, Scratch, SlotTables
 
 LOGPROBS, SCORED = tl.constexpr(tables.LOGPROBS), tl.constexpr(tables.SCORED)
 NONE = tl.constexpr(-(2**63))  # below every key
@@ -39,7 +39,7 @@ def _largest(keys, into, count):
         keys = tl.where(keys == best, NONE, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _chunk(
     logits, stride, vocab, count, row_slot, records, raw, keys,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, BEST: tl.constexpr,
@@ -61,7 +61,7 @@ def _chunk(
             _largest(mine, keys + place * BEST, tl.load(record + LOGPROBS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _row(
     logits, stride, count, row_slot, records, raw, keys, tokens, own, best_ids, best_values,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, BEST: tl.constexpr, WIDTH: tl.constexpr,

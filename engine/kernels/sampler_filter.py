@@ -48,6 +48,7 @@ from engine.kernels.sampler_tables import (
     BLOCK,
     STRIP,
     TILE,
+    WORDWISE,
     Results,
     Rows,
     Scratch,
@@ -57,7 +58,7 @@ from engine.kernels.sampler_tables import (
 SMALL = 1024  # a tile for the usual row: top-k, or a sharp distribution
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _pivot(
     count, row_slot, records, peaks, states, strips, facts, mass, aim,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, EACH: tl.constexpr, STRIPS: tl.constexpr,
@@ -91,7 +92,7 @@ def _pivot(
             tl.store(mass + row, tl.full((), 0, tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _compact(
     count, vocab, row_slot, records, states, shaped, facts, mass, found,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ID_BITS: tl.constexpr,
@@ -180,7 +181,7 @@ def _tile(
         tl.store(fact + SEARCH, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _finish(
     count, row_slot, row_position, records, facts, mass, found, results,
     SMALL: tl.constexpr, TILE: tl.constexpr, ID_BITS: tl.constexpr,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels import sampler_tables as tables
 from engine.kernels.philox import exponential, gumbel, quad_words, words_at
-from engine.kernels.sampler_tables import BLOCK, STRIP, Results, Rows, Scratch, SlotTables
+from engine.kernels.sampler_tables import BLOCK, STRIP, WORDWISE, Results, Rows, Scratch, SlotTables
 
 FLAGS, TEMPERATURE = tl.constexpr(tables.FLAGS), tl.constexpr(tables.TEMPERATURE)
 RATE, SEED, CHOICE = (tl.constexpr(n) for n in (tables.RATE, tables.SEED, tables.CHOICE))
@@ -125,7 +125,7 @@ def _strip_tops(x, into, BLOCK: tl.constexpr, STRIP: tl.constexpr):
     tl.store(into + tl.arange(0, BLOCK // STRIP), tops)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _score(
     logits, stride, vocab, count, row_slot, row_position, row_hold, row_mask, row_first, row_offset,
     tokens, records, bias_ids, bias_values, history, masks, mask_stride,
@@ -199,7 +199,7 @@ def chunk_tops(peaks, states, row, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
     return tl.where(legal, top, 0.0), legal, banned
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _pick(
     count, row_slot, row_position, records, peaks, values, candidates, states, results,
     CHUNKS: tl.constexpr, PADDED: tl.constexpr, FILTERS: tl.constexpr,

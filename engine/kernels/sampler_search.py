@@ -26,7 +26,7 @@ from engine.kernels.sampler_ranks import (
     weight,
 )
 from engine.kernels.sampler_score import FILTERED, FLAGS, NO_ID, WORDS, number
-from engine.kernels.sampler_tables import BLOCK, Results, Rows, Scratch, SlotTables
+from engine.kernels.sampler_tables import BLOCK, WORDWISE, Results, Rows, Scratch, SlotTables
 
 WIDE = 4096  # ids a program looks at together
 
@@ -110,7 +110,7 @@ def _cut(
     return rank, room
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _search(
     count, vocab, row_slot, row_position, records, states, shaped, facts, masses, results,
     CHUNKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,

@@ -34,6 +34,12 @@ FLAGS, TEMPERATURE, RATE, TOP_K, TOP_P, FLOOR, REPETITION, FREQUENCY, PRESENCE, 
 LOGPROBS, BIAS_COUNT, STOP_COUNT, FIRST_STOP, WORDS = 13, 14, 15, 16, 32
 # Bits of FLAGS.
 HOT, FILTERED, PENALTIES, BIASED, SCORED = 1, 2, 4, 8, 16
+# Kernel arguments that are views of a step's one buffer, read a word at a time: their alignment
+# follows the bucket and must not compile a kernel anew.
+WORDWISE = (
+    "count", "groups", "group_row", "group_rows", "row_slot", "row_position", "row_hold",
+    "row_mask", "row_first", "row_offset", "tokens",
+)  # fmt: skip
 OFF_TOP_P = 2.0  # no mass reaches twice the total
 
 

@@ -261,6 +261,15 @@ def test_the_lowest_id_wins_ties_across_chunks():
     assert run(x, first).tokens() == [40, 1023]
 
 
+def test_bias_reaches_the_edges_of_chunks_and_nothing_outside_the_vocabulary():
+    vocab, edges = 2500, [0, 1023, 1024, 2047, 2048, 2499]
+    others = tuple((edge, -1.0) for edge in (2500, 3071, 9999))
+    groups = [
+        Group(Sampling(temperature=0.0, bias=((edge, 50.0), (7, 1.0), *others))) for edge in edges
+    ]
+    assert run(torch.zeros(len(edges), vocab), groups).tokens() == edges
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=2)])
 def test_min_tokens_holds_stop_ids_back_unless_nothing_else_is_legal(sampling):
     vocab = 2100

@@ -142,6 +142,26 @@ def test_small_and_large_tiles_and_the_search_agree(monkeypatch):
     assert run(x, groups).tokens() == usual
 
 
+def test_more_best_tokens_than_the_tile_found_go_to_the_search(monkeypatch):
+    x = torch.randn(10, 1500, generator=torch.Generator().manual_seed(4)) * 0.1
+    groups = [Group(Sampling(top_k=24 + 3 * i, seed=i)) for i in range(10)]
+    usual = run(x, groups).tokens()
+    narrow(monkeypatch)
+    assert run(x, groups).tokens() == usual
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_mass_is_reached_to_the_last_bit_of_an_fp64(monkeypatch, small):
+    if small:
+        monkeypatch.setattr(sampler_filter, "SMALL", 2)
+        monkeypatch.setattr(sampler_filter, "TILE", 2)
+    x = torch.full((12, 200), -90.0)
+    x[:, [5, 9, 100, 150]] = 3.0
+    for top_p, kept in ((0.5, {5, 9}), (0.5 + 1e-13, {5, 9, 100}), (0.75, {5, 9, 100})):
+        groups = [Group(Sampling(top_p=top_p, seed=i)) for i in range(12)]
+        assert set(run(x, groups).tokens()) == kept
+
+
 def test_a_cut_keeps_exactly_what_the_cpu_keeps(monkeypatch):
     """Flat weights and some seeds: what is kept is drawn at some time, and nothing else ever."""
     narrow(monkeypatch)
