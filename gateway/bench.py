@@ -121,6 +121,12 @@ def _row(what: str, value: float, unit: str, target: str, met: bool) -> Row:
             "beside": f"{target}: {'met' if met else 'missed'}"}
 
 
+def with_ours() -> dict[str, str]:
+    """The environment of a Python process that imports our rooms, and all that we may import."""
+    paths = filter(None, (ROOT, os.environ.get("PYTHONPATH", "")))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 class Server:
     """The server process of a measurement."""
 
@@ -134,7 +140,7 @@ async def served(*engine_options: str) -> AsyncIterator[Server]:
     """A gateway process over a scripted engine with these options."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "gateway.bench", *engine_options,
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT},
+        stdout=subprocess.PIPE, env=with_ours(),
     )
     assert process.stdout is not None
     try:

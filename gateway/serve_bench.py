@@ -14,15 +14,14 @@ import urllib.parse
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
 from gateway import processes
+from gateway.bench import with_ours
 from gateway.load import percentile
 from gateway.serve_client import CHAT, COMPLETIONS, Answer, Report, Share
 
-ROOT = str(Path(__file__).resolve().parent.parent)
 PATHS = {"completions": COMPLETIONS, "chat": CHAT}
 SHARE_OF_CORES, MOST_PROCESSES = 2, 8  # half the cores: the server needs the others
 START_S = 60.0  # for all client processes to be ready
@@ -155,8 +154,7 @@ async def _run(
 async def _start(share: Share) -> asyncio.subprocess.Process:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "gateway.serve_client",
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT
-            + os.pathsep + os.environ.get("PYTHONPATH", "")},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=with_ours(),
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(share) + b"\n")

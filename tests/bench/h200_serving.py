@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway import processes
+from gateway.bench import with_ours
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 15.0  # kept for the end: drain, table
@@ -87,11 +88,10 @@ def free_port() -> int:
 @contextmanager
 def served(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The server's process; ended by SIGINT (no drain delay), or SIGKILL."""
-    python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": python})
+            env=with_ours())
     try:
         yield process
     finally:
