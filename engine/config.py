@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -10,9 +10,23 @@ from cache.config import CacheConfig
 
 DTYPES = ("auto", "bfloat16", "float32", "float64")
 
-# What a device takes when nothing is said: (max_sequences, max_batch_tokens, mixed_tokens).  On a
-# CPU a step's time grows with its tokens; on a GPU up to about 128 rows are read-bound.
-DEFAULTS = {"cpu": (64, 512, 192), "cuda": (256, 2048, 512)}
+WHOLE_BATCH = 1 << 30  # as mixed_tokens: no limit but the batch's
+MOST_GAP_S = 60.0  # catches milliseconds
+
+
+class Limits(NamedTuple):
+    """Of one step; see EngineConfig for what each is."""
+
+    max_sequences: int
+    max_batch_tokens: int
+    mixed_tokens: int
+    max_gap_s: float
+
+
+# What a device takes when nothing is said.  On a CPU a step's time grows with its tokens; on a GPU
+# up to about 128 rows are read-bound, and what more of them cost differs by a factor of ten from
+# model to model: there it is measured.
+DEFAULTS = {"cpu": Limits(64, 512, 192, 0.0), "cuda": Limits(256, 2048, WHOLE_BATCH, 0.02)}
 
 
 class BadConfig(ValueError):
@@ -31,7 +45,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_len: int | None = None  # tokens, prompt and output; None = the model's
     max_sequences: int | None = None  # running at the same time; None = by device, see DEFAULTS
     max_batch_tokens: int | None = None  # flat tokens of one step when nobody is decoding; same
-    mixed_tokens: int | None = None  # prompt tokens of one step while others decode: their gap
+    mixed_tokens: int | None = None  # most prompt tokens of one step while others decode; same
+    max_gap_s: float | None = None  # seconds that a step may take while others decode, by which it
+    # takes fewer prompt tokens (engine/pace.py); 0 = no limit; None = 0 with mixed_tokens, or same
     max_drafts: int = 8  # draft tokens a sequence and step
     threads: int | None = None  # torch's; None = all cores
     compile_threads: int = 1  # of the grammar pool
@@ -43,13 +59,14 @@ class EngineConfig(msgspec.Struct, frozen=True):
     def resolved(self, kind: str) -> ResolvedConfig:
         """The same for a device kind ("cpu" or "cuda"), nothing left open; raise BadConfig."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        return ResolvedConfig(**fields | self._limits(kind)).check()
+        return ResolvedConfig(**fields | self._limits(kind)._asdict()).check()
 
-    def _limits(self, kind: str) -> dict[str, int]:
-        given = (self.max_sequences, self.max_batch_tokens, self.mixed_tokens)
-        names = ("max_sequences", "max_batch_tokens", "mixed_tokens")
-        return {name: default if value is None else value
-                for name, value, default in zip(names, given, DEFAULTS[kind], strict=True)}
+    def _limits(self, kind: str) -> Limits:
+        usual = DEFAULTS[kind]
+        if self.mixed_tokens is not None:
+            usual = usual._replace(max_gap_s=0.0)
+        given = {name: getattr(self, name) for name in Limits._fields}
+        return usual._replace(**{name: value for name, value in given.items() if value is not None})
 
     def check(self) -> Self:
         """Return self, or raise BadConfig; what is left open must have a device that allows it."""
@@ -77,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     def _check_limits(self) -> None:
         """Of `auto` only one device's defaults must fit: which it is, nobody knows yet."""
         kinds = [self.device] if self.device in DEFAULTS else list(DEFAULTS)
-        problems = [_problem(**self._limits(kind)) for kind in kinds]
+        problems = [_problem(self._limits(kind)) for kind in kinds]
         if all(problems):
             raise BadConfig(problems[0])
 
@@ -85,21 +102,27 @@ class EngineConfig(msgspec.Struct, frozen=True):
 class ResolvedConfig(EngineConfig, frozen=True):
     """An EngineConfig with every number filled in, as the engine uses it; see `resolved`."""
 
-    max_sequences: int = DEFAULTS["cpu"][0]
-    max_batch_tokens: int = DEFAULTS["cpu"][1]
-    mixed_tokens: int = DEFAULTS["cpu"][2]
+    max_sequences: int = DEFAULTS["cpu"].max_sequences
+    max_batch_tokens: int = DEFAULTS["cpu"].max_batch_tokens
+    mixed_tokens: int = DEFAULTS["cpu"].mixed_tokens
+    max_gap_s: float = DEFAULTS["cpu"].max_gap_s
 
 
-def _problem(max_sequences: int, max_batch_tokens: int, mixed_tokens: int) -> str:
+def _problem(limits: Limits) -> str:
     """What is wrong with a step's limits; empty when nothing is."""
-    for name, value in (("max_sequences", max_sequences), ("max_batch_tokens", max_batch_tokens),
-                        ("mixed_tokens", mixed_tokens)):
+    for name in ("max_sequences", "max_batch_tokens", "mixed_tokens"):
+        value = getattr(limits, name)
         if value < 1:
             return f"{name} is {value}; it must be at least 1."
-    if max_batch_tokens <= max_sequences:
+    if not 0 <= limits.max_gap_s <= MOST_GAP_S:
         return (
-            f"max_batch_tokens {max_batch_tokens} cannot give {max_sequences} "
+            f"max_gap_s is {limits.max_gap_s}; it is the seconds between two tokens of a stream: "
+            f"0 (no limit) to {MOST_GAP_S:.0f}."
+        )
+    if limits.max_batch_tokens <= limits.max_sequences:
+        return (
+            f"max_batch_tokens {limits.max_batch_tokens} cannot give {limits.max_sequences} "
             f"sequences a token each and a prompt one more; raise it above "
-            f"{max_sequences}, or lower max_sequences."
+            f"{limits.max_sequences}, or lower max_sequences."
         )
     return ""

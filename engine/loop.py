@@ -19,9 +19,11 @@ import torch
 
 from engine.accept import Accepted, accept
 from engine.build import build
+from engine.cuda.buckets import sizes
 from engine.device import pick
 from engine.intake import Intake
 from engine.messages import Failed, Out, Stats, Step, ToGateway, TokenLogprobs
+from engine.pace import Pace
 from engine.proposer import DeviceDraft, HostDrafts, Turn
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
@@ -66,7 +68,10 @@ class Engine:
         self.hello = parts.hello
         self.runner: StepRunner = parts.runner
         self.pool, self.sessions = parts.pool, parts.sessions
-        self.scheduler = Scheduler(parts.pool, parts.sessions, config, parts.runner.lookahead)
+        pace = Pace(sizes(config.max_batch_tokens), config.max_gap_s, config.mixed_tokens)
+        self.scheduler = Scheduler(
+            parts.pool, parts.sessions, config, pace, parts.runner.lookahead
+        )
         self.intake = Intake(
             parts.hello, self.scheduler, parts.sessions, parts.compiler, self._forget
         )
@@ -174,6 +179,7 @@ class Engine:
         """Commit all flights but the newest `depth`."""
         for flight in self.runner.collect(depth):
             self._out -= 1
+            self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
             replies += self._commit(flight)
             self._propose()
 

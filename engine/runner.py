@@ -9,6 +9,7 @@ sequence exists on the device alone, and the next step reads it there (`Row.pend
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +44,7 @@ class Flight:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # flat over `drawn`;
     # empty when no row asked
     drafts: list[list[int]] = field(default_factory=list)  # a chain a row; empty without a draft
+    seconds: float = 0.0  # from when the device was free for it to its last draw; 0 = not measured
 
 
 class StepRunner(Protocol):
@@ -106,6 +108,7 @@ class CpuFlight(Flight):
     batch: Batch = field(kw_only=True)
     hidden: Hidden = field(kw_only=True)
     masks: Tensor | None = None
+    began: float = 0.0  # perf_counter
 
 
 class Runner:
@@ -149,6 +152,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """Run the forward pass of a plan."""
+        began = time.perf_counter()
         for source, target in plan.copies:
             self.pages.copy(source, target)
             if self.head is not None:
@@ -161,7 +165,7 @@ class Runner:
             batch.tokens[flat] = self._last[seq]
         self.attention.prepare(batch)
         hidden = self.model.forward(batch, self.pages.data, self.attention)
-        flight = CpuFlight(plan, batch=batch, hidden=hidden)
+        flight = CpuFlight(plan, batch=batch, hidden=hidden, began=began)
         self._flights.append(flight)
         return flight
 
@@ -175,6 +179,7 @@ class Runner:
         assert isinstance(flight, CpuFlight)
         try:
             self._settle(flight)
+            flight.seconds = time.perf_counter() - flight.began
         except BaseException:
             self._flights.remove(flight)
             raise

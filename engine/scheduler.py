@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cache.sessions import SessionTable
     from engine.accept import Accepted
     from engine.config import ResolvedConfig
+    from engine.pace import Pace
     from engine.sequence import Sequence
 
 _order = attrgetter("order")
@@ -44,6 +45,7 @@ class Scheduler:
     pool: BlockPool
     sessions: SessionTable
     config: ResolvedConfig
+    pace: Pace
     lookahead: int = 0  # slots beyond the wanted tokens that a device draft writes
     waiting: list[Sequence] = field(default_factory=list)  # sorted by order
     paused: set[str] = field(default_factory=set)  # requests whose readers are behind
@@ -104,9 +106,9 @@ class Scheduler:
         prompts = self.config.max_batch_tokens
         if decoders:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
-            prompts = min(prompts - len(decoders), self.config.mixed_tokens)
-            held = prompts if prefills or self.waiting else 0
-            self._decode(decoders, self.config.max_batch_tokens - len(decoders) - held, rows)
+            spare = prompts - len(decoders)
+            prompts = min(spare, self._beside(decoders)) if prefills or self.waiting else 0
+            self._decode(decoders, spare - prompts, rows)
         for seq in prefills:
             if prompts > 0 and seq in self.running and (row := self._row(seq, prompts, rows)):
                 rows.append(row)
@@ -121,6 +123,10 @@ class Scheduler:
             return Plan([], [], [])
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
         return Plan(rows, fresh, copies)
+
+    def _beside(self, decoders: list[Sequence]) -> int:
+        """Prompt tokens that keep nobody's stream too long."""
+        return self.pace.budget(sum(1 + len(seq.draft) for seq in decoders))
 
     def _decode(self, decoders: list[Sequence], spare: int, rows: list[Row]) -> None:
         """Add the rows of those that decode, with `spare` draft tokens shared fairly."""

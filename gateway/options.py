@@ -44,6 +44,8 @@ SHOWN = {
                              "Sequences at the same time.  [default: 64; GPU: 256]"),
     "engine.max_batch_tokens": ("max-num-batched-tokens",
                                 "Tokens of one step.  [default: 512; GPU: 2048]"),
+    "engine.max_gap_s": ("max-gap", "Seconds that prompts may keep streams waiting.  "
+                                    "[default: no limit; GPU: 0.02]"),
     "engine.gpu_memory_utilization": ("gpu-memory-utilization",
                                       "Share of the GPU's memory to use for everything."),
     "engine.prefix_caching": ("enable-prefix-caching", "Share the KV of equal prefixes."),

@@ -80,7 +80,7 @@ def test_what_follows_the_device_is_open_until_the_device_is_known():
     said = run("serve", "m", "--print-config", SLIPSTREAM_GPU_MEMORY_UTILIZATION="0.8")
     assert setting(said, "--gpu-memory-utilization") == ["0.8", "environment"]
     for flag in ("--max-num-seqs", "--max-num-batched-tokens", "--engine.mixed-tokens",
-                 "--kv-cache-memory-bytes"):
+                 "--max-gap", "--kv-cache-memory-bytes"):
         assert setting(said, flag) == ["None", "default"]
     text = re.sub(r"\s+", " ", run("serve", "--help").output)
     assert "[default: 64; GPU: 256]" in text

@@ -10,21 +10,21 @@ from engine.config import DEFAULTS, BadConfig, EngineConfig, ResolvedConfig
 from engine.device import pick
 
 
-def limits(config: EngineConfig) -> tuple[int | None, int | None, int | None]:
-    return config.max_sequences, config.max_batch_tokens, config.mixed_tokens
+def limits(config: EngineConfig) -> tuple[float | None, ...]:
+    return config.max_sequences, config.max_batch_tokens, config.mixed_tokens, config.max_gap_s
 
 
 @pytest.mark.parametrize("kind", list(DEFAULTS))
 def test_what_is_left_open_is_filled_in_by_the_device(kind):
     config = EngineConfig(model="m").check()
-    assert limits(config) == (None, None, None)
+    assert limits(config) == (None, None, None, None)
     assert limits(config.resolved(kind)) == DEFAULTS[kind]
 
 
 def test_what_is_given_stays_on_every_device_and_resolving_twice_changes_nothing():
     config = EngineConfig(model="m", max_sequences=7, mixed_tokens=9, dtype="float32", threads=3)
     resolved = config.resolved("cuda")
-    assert limits(resolved) == (7, DEFAULTS["cuda"][1], 9)
+    assert limits(resolved) == (7, DEFAULTS["cuda"].max_batch_tokens, 9, 0.0)
     assert (resolved.model, resolved.dtype, resolved.threads) == ("m", "float32", 3)
     assert resolved.resolved("cpu") == resolved
 
