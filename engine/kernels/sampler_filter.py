@@ -211,8 +211,8 @@ def draw(
     chunks, each = scratch.peak.shape[1], BLOCK // STRIP
     facts = scratch.row
     plain: dict[str, Any] = {"enable_fp_fusion": False}
-    # Odd, so that rank and id together have an even number of bits.
-    bits = (vocab - 1).bit_length() | 1
+    # Odd, so that rank and id together have an even number of bits: two are found at a time.
+    bits = 17 if vocab <= 1 << 17 else 31
     # A strip's maximum stands for one token: with few strips, aim at a part of them.
     aim = min(AIM, chunks * each // 4) if vocab > TILE else LAST.value
     _pivot[(count,)](

@@ -25,7 +25,7 @@ AIM = 2048  # how many of them the pivot aims at: the tile leaves room for ties 
 FACTS = 6  # words that the kernels of a filtered row tell each other
 BEST = 20  # most alternatives that logprobs can ask for
 BIASES = 1024  # most biased ids of a sequence
-STOPS = 16  # most stop ids of a sequence
+STOPS = 16  # most stop ids that min_tokens can hold back
 
 # Columns of a slot's record of 32 words; floats are stored by their bits, TOP_P is an fp64.
 FLAGS, TEMPERATURE, RATE, TOP_K, TOP_P, FLOOR, REPETITION, FREQUENCY, PRESENCE, SEED, CHOICE = (
@@ -182,15 +182,13 @@ class SlotParams:
     ) -> int:  # fmt: skip
         """Stage a slot's parameters and return its FLAGS.
 
-        `prompt` and `output` are the committed tokens, looked at only when a penalty is on.  At
-        most BIASES biased ids, STOPS stop ids and BEST logprobs; more is the caller's mistake.
+        `prompt` and `output` are the committed tokens, looked at only when a penalty is on.  What
+        `refusal` refuses must not come here.
         """
         assert 0 <= slot < len(self.tables.records), f"slot {slot}"
-        bias = sorted(((t, v) for t, v in sampling.bias if t >= 0), key=lambda pair: pair[0])
-        stops = [token for token in stop_ids if token >= 0]
-        assert len(bias) <= BIASES, f"{len(bias)} biased ids, at most {BIASES}"
-        assert len(stops) <= STOPS, f"{len(stops)} stop ids, at most {STOPS}"
-        assert sampling.logprobs <= BEST, f"{sampling.logprobs} logprobs, at most {BEST}"
+        assert not (why := refusal(sampling, stop_ids)), why
+        bias = sorted(_known(sampling.bias), key=lambda pair: pair[0])
+        stops = _held(sampling, stop_ids)
         flags = _flags(sampling, bool(bias))
         record = _record(sampling, flags, choice)
         record[BIAS_COUNT], record[STOP_COUNT] = len(bias), len(stops)
@@ -229,6 +227,27 @@ class SlotParams:
         self._records.clear()
         self._bias.clear()
         self._history.clear()
+
+
+def refusal(sampling: Sampling, stop_ids: Sequence[int]) -> str:
+    """Why these parameters do not fit the tables, for the caller to read; empty when they do."""
+    if (count := len(_known(sampling.bias))) > BIASES:
+        return f"{count:,} tokens have a bias; this engine takes {BIASES:,}. Bias fewer."
+    if (count := len(_held(sampling, stop_ids))) > STOPS:
+        return f"min_tokens holds back {count} stop ids; this engine takes {STOPS}. Name fewer."
+    if sampling.logprobs > BEST:
+        return f"{sampling.logprobs} logprobs were asked for; this engine gives {BEST} at most."
+    return ""
+
+
+def _known(bias: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The bias of ids that a vocabulary can have."""
+    return [(token, value) for token, value in bias if 0 <= token < 2**31 - 1]
+
+
+def _held(sampling: Sampling, stop_ids: Sequence[int]) -> list[int]:
+    """The stop ids that the kernels must know: min_tokens alone makes them look."""
+    return [t for t in stop_ids if 0 <= t < 2**31 - 1] if sampling.min_tokens > 0 else []
 
 
 def _sent(array: np.ndarray, device: torch.device) -> Tensor:

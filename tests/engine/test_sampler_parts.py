@@ -29,6 +29,7 @@ from engine.kernels.sampler_tables import (
     Scratch,
     SlotParams,
     SlotTables,
+    refusal,
 )
 from engine.messages import Sampling
 from engine.sampling import sample
@@ -86,9 +87,9 @@ def test_the_noise_is_that_of_the_cpu_to_a_few_float_units():
     error = ((got.double() - exact) / exact).abs()[inside]
     assert error.max() < 3e-5, "fp32 holds w to 24 bits"
     assert (got > 0).all()
-    assert (drawn - expected).abs().max() < 4e-6
+    assert (drawn - expected).abs().max() < 6e-6
     small = words < 2**20  # where 1 - w has lost bits of w that the correction must give back
-    assert ((got.double() - exact) / exact).abs()[small].max() < 3e-7
+    assert ((got.double() - exact) / exact).abs()[small].max() < 5e-7
 
 
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +277,16 @@ def test_a_slot_that_is_written_again_keeps_nothing_of_its_last_sequence():
     assert tables.records.shape == (4, WORDS)
 
 
+def test_ids_and_stop_ids_that_cannot_matter_take_no_room():
+    tables = SlotTables.allocate(1, 9, DEVICE)
+    params = SlotParams(tables)
+    bias = tuple((id, 1.0) for id in (*range(-2_000, 0), 3, 2**31 - 1, 2**60))
+    assert refusal(Sampling(bias=bias), list(range(100))) == ""
+    params.write(0, Sampling(bias=bias), list(range(100)), 0, (), ())
+    params.upload()
+    assert int(tables.records[0, BIAS_COUNT]) == 1
+
+
 def test_filters_of_a_greedy_row_are_not_filters():
     tables = SlotTables.allocate(1, 9, DEVICE)
     params = SlotParams(tables)
@@ -290,7 +301,7 @@ def test_filters_of_a_greedy_row_are_not_filters():
     [
         {"sampling": Sampling(bias=tuple((i, 1.0) for i in range(1025)))},
         {"sampling": Sampling(logprobs=21)},
-        {"stop_ids": list(range(17))},
+        {"sampling": Sampling(min_tokens=1), "stop_ids": list(range(17))},
         {"slot": 2},
     ],
     ids=["bias", "logprobs", "stops", "slot"],
@@ -300,6 +311,8 @@ def test_more_than_the_tables_hold_is_refused_before_anything_is_staged(write):
     params = SlotParams(tables)
     call = {"slot": 0, "sampling": Sampling(), "stop_ids": (), "choice": 0, "prompt": (),
             "output": (), **write}  # fmt: skip
+    if "slot" not in write:
+        assert "this engine" in refusal(call["sampling"], call["stop_ids"])
     with pytest.raises(AssertionError):
         params.write(**call)
     params.upload()
