@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from starlette.requests import Request
@@ -112,15 +112,11 @@ def prompts_of(field: str | list[str | int | list[int]]) -> list[str | list[int]
     """The four shapes of `prompt` as a list; raise BadRequest for an empty or a mixed one."""
     if isinstance(field, str):
         return [field]
-    texts = [one for one in field if isinstance(one, str)]
-    ids = [one for one in field if isinstance(one, int)]
-    lists = [one for one in field if isinstance(one, list)]
-    if field and len(texts) == len(field):
-        return [*texts]
-    if field and len(ids) == len(field):
-        return [ids]
-    if field and len(lists) == len(field):
-        return [*lists]
+    kinds = set(map(type, field))  # one pass: a prompt of ids is long
+    if kinds == {int}:
+        return [cast("list[int]", field)]
+    if kinds == {str} or kinds == {list}:
+        return [*cast("list[str | list[int]]", field)]
     raise BadRequest(
         "`prompt` is a string, a list of strings, a list of token ids, or a list of such lists; "
         "not empty and not mixed.",

@@ -136,7 +136,7 @@ class Prompts:
         if len(ids) >= self.max_len:
             raise ContextLengthExceeded(len(ids), 1, self.max_len, "prompt")
         vocab = len(self.vocabulary)
-        if not all(0 <= id < vocab for id in ids):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
             raise BadRequest(f"Token ids go from 0 to {vocab - 1:,}.", param="prompt")
         return Prompt(list(ids))
 

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=${1:?smol, 8b or tools} seconds=${2:-540}; shift; shift || true
-out=${OUT:-bench/h200}/$work shape=${SHAPE:-$HOME/slipstream-8b} kit=${KIT:-.gpu/kit/unpack.sh}
+out=${OUT:-${TMPDIR:-/tmp}/slipstream-h200}/$work shape=${SHAPE:-$HOME/slipstream-8b} kit=${KIT:-.gpu/kit/unpack.sh}
 [ ! -f "$kit" ] || eval "$(bash "$kit" env)"
 begin=$(date +%s) model=smollm2
 if [ "$work" = 8b ]; then
