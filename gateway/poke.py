@@ -116,7 +116,8 @@ _SERVE_ROWS = {  # field of gateway/serve_bench.py's Row -> title
     "tpot_mean_ms": "TPOT mean, ms", "tpot_p50_ms": "TPOT p50, ms",
     "itl_p99_ms": "ITL p99, ms", "gap_p99_ms": "gap between reads p99, ms",
     "cached_share": "cached share of prompts",
-    "server_cpu_ms": "server CPU, ms a token", "server_rss_mb": "server RSS, MB",
+    "server_cpu_ms": "server CPU, ms a token",
+    "root_cpu_ms": "its first process alone", "server_rss_mb": "server RSS, MB",
     "client_cpu_us": "client CPU, us an event", "client_busy": "busiest client process",
 }
 

@@ -14,6 +14,7 @@ class Use:
     """What a process and all of its descendants have used."""
 
     cpu_s: float  # user and system; of ended children too, once their parent has waited for them
+    own_cpu_s: float  # of the process alone
     resident: int  # bytes; memory that processes share counts once for each
 
 
@@ -56,4 +57,6 @@ def tree(pid: int) -> Use:
         ticks += sum(int(fields[place]) for place in times)
         pages += int(fields[_RESIDENT])
         found += children.get(one, ())
-    return Use(ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE"))
+    tick = os.sysconf("SC_CLK_TCK")
+    own = int(stats[pid][_USER]) + int(stats[pid][_SYSTEM])
+    return Use(ticks / tick, own / tick, pages * os.sysconf("SC_PAGE_SIZE"))

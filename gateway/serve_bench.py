@@ -66,6 +66,7 @@ class Row(msgspec.Struct):
     events: int
     cached_share: float  # of prompt tokens
     server_cpu_ms: float | None  # of its process tree, for each output token
+    root_cpu_ms: float | None  # the same of the given process alone: our gateway
     server_rss_mb: float | None
     client_cpu_us: float  # of all client processes, for each event
     client_busy: float  # share of its time that the busiest client process computed
@@ -181,7 +182,9 @@ def summary(
     gaps = sorted(1e3 * gap for report in reports for gap in _seconds(report)) or [0.0]
     merged = sum(report.merged for report in reports)
     events = max(1, sum(one.events for one in answers))
-    used = None if before is None or after is None else after.cpu_s - before.cpu_s
+    used = own = None
+    if before is not None and after is not None:
+        used, own = after.cpu_s - before.cpu_s, after.own_cpu_s - before.own_cpu_s
     return Row(
         clients=clients, requests=len(good), errors=len(errors), wall_s=wall,
         output_tokens=output, output_tok_s=output / wall, total_tok_s=(output + prompt) / wall,
@@ -190,6 +193,7 @@ def summary(
         itl_p99_ms=_behind_zeros(gaps, merged, 99), gap_p99_ms=percentile(gaps, 99),
         events=events, cached_share=sum(one.cached for one in good) / max(1, prompt),
         server_cpu_ms=None if used is None else 1e3 * used / max(1, output),
+        root_cpu_ms=None if own is None else 1e3 * own / max(1, output),
         server_rss_mb=None if after is None else after.resident / 1e6,
         client_cpu_us=1e6 * sum(report.cpu_s for report in reports) / events,
         client_busy=max(report.cpu_s / report.wall_s for report in reports),

@@ -199,7 +199,7 @@ def show(found: dict[str, Any]) -> None:
         print("boot: ready {ready_s:.1f} s, first answer {first_answer_s:.1f} s, {rss_mb:,.0f} MB"
               .format(**found["boot"]))
     print("clients    tok/s   total  TTFT p50    p99  TPOT mean  ITL p99  gap p99  CPU ms/tok"
-          "   RSS MB  errors  client us, busy")
+          "  gateway's  RSS MB  errors  client us, busy")
     for row in found["rows"]:
         if "why" in row:
             print(f"{row['clients']:>7}  {row['why']}")
@@ -207,8 +207,8 @@ def show(found: dict[str, Any]) -> None:
         print(
             "{clients:>7} {output_tok_s:>8,.0f} {total_tok_s:>7,.0f} {ttft_p50_ms:>9.1f}"
             " {ttft_p99_ms:>6.1f} {tpot_mean_ms:>10.2f} {itl_p99_ms:>8.1f} {gap_p99_ms:>8.1f}"
-            " {server_cpu_ms:>11.4f} {server_rss_mb:>8,.0f} {errors:>7}  {client_cpu_us:.1f},"
-            " {client_busy:.0%}".format(**row))
+            " {server_cpu_ms:>11.4f} {root_cpu_ms:>10.4f} {server_rss_mb:>7,.0f}"
+            " {errors:>7}  {client_cpu_us:.1f}, {client_busy:.0%}".format(**row))
     for level in found["load"]:
         print("load.py {conc:>3}: {out_tok_s:,.0f} tok/s, CPU {cpu_ms_per_out_tok:.3f} ms/token,"
               " client {client_cpu_s:.1f} of {wall_s:.1f} s, {ok} of {n} ok".format(**level))

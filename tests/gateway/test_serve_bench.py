@@ -164,7 +164,7 @@ def test_a_row_sums_up_its_answers():
     bad = Answer(10.0, end=10.1, error="429")
     gaps = array("f", [0.1, 0.2, 0.3, 0.4])
     reports = [Report([one, bad], gaps.tobytes(), 1, 0.5, 2.0), Report([two], b"", 5, 0.1, 2.0)]
-    row = summary(2, reports, processes.Use(1.0, 0), processes.Use(1.3, 5_000_000))
+    row = summary(2, reports, processes.Use(1.0, 0.1, 0), processes.Use(1.3, 0.25, 5_000_000))
     assert (row.requests, row.errors, row.first_error) == (2, 1, "429")
     assert row.output_tok_s == pytest.approx(15 / 2)
     assert row.total_tok_s == pytest.approx(55 / 2)
@@ -174,6 +174,7 @@ def test_a_row_sums_up_its_answers():
     assert serve_bench._behind_zeros([1.0, 2.0], 2, 50) == 1.0
     assert serve_bench._behind_zeros([1.0, 2.0], 3, 50) == 0.0
     assert row.server_cpu_ms == pytest.approx(20) and row.server_rss_mb == 5
+    assert row.root_cpu_ms == pytest.approx(10)
     assert row.client_cpu_us == pytest.approx(1e6 * 0.6 / 8)
     assert row.client_busy == 0.25
     assert row.cached_share == 0.25
@@ -204,6 +205,7 @@ def test_the_tree_of_a_process_holds_its_children_and_those_that_ended():
     subprocess.run([sys.executable, "-c", burn], check=True)
     after = processes.tree(os.getpid())
     assert after.cpu_s - before.cpu_s > 0.25
+    assert after.own_cpu_s - before.own_cpu_s < after.cpu_s - before.cpu_s
     hold = "held = bytearray(b'x' * (64 << 20)); input(len(held))"
     sleeper = subprocess.Popen([sys.executable, "-c", hold], stdin=-1, stdout=subprocess.PIPE)
     assert sleeper.stdout is not None and sleeper.stdout.read(8) == b"67108864"
