@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable
 
 from engine.scripted import letter
 from gateway.link import Mailbox
-from gateway.socket_link import SocketLink, Supervision
+from gateway.socket_link import SocketLink
+from gateway.supervision import Supervision
 
 RULES = Supervision(boot_s=20, rerun_s=10, backoff_s=0.05, term_s=1, crashes=5)
 

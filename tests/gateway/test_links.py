@@ -17,7 +17,8 @@ from engine.messages import Abort, Hello, Submit
 from engine.scripted import ScriptedEngine
 from gateway.link import EngineLost, SubmitRefused
 from gateway.local_link import LocalLink
-from gateway.socket_link import SocketLink, Supervision
+from gateway.socket_link import SocketLink
+from gateway.supervision import Supervision
 from tests.linking import RULES, command, letters, read, socket_link, until
 
 
