@@ -212,7 +212,7 @@ def draw(
     facts = scratch.row
     plain: dict[str, Any] = {"enable_fp_fusion": False}
     # Odd, so that rank and id together have an even number of bits: two are found at a time.
-    bits = 17 if vocab <= 1 << 17 else 31
+    bits = next(bits for bits in (17, 19, 31) if vocab <= 1 << bits)
     # A strip's maximum stands for one token: with few strips, aim at a part of them.
     aim = min(AIM, chunks * each // 4) if vocab > TILE else LAST.value
     _pivot[(count,)](

@@ -163,6 +163,17 @@ def test_a_mass_is_reached_to_the_last_bit_of_an_fp64(monkeypatch, small):
         assert set(run(x, groups).tokens()) == kept
 
 
+def test_ids_of_18_bits_keep_their_places_in_the_order():
+    vocab = 2**17 + 40
+    x = torch.full((1, vocab), -50.0)
+    best = [vocab - 1, 2**17, 2**17 - 1, 77]
+    x[0, best] = torch.tensor([5.0, 5.0, 5.0, 4.5])
+    groups = [Group(Sampling(top_k=1)), Group(Sampling(top_p=0.5, seed=1))]
+    first, second = run(x.expand(2, -1), groups).tokens()
+    assert first == 2**17 - 1
+    assert second in (2**17 - 1, 2**17)
+
+
 def test_a_cut_keeps_exactly_what_the_cpu_keeps(monkeypatch):
     """Flat weights and some seeds: what is kept is drawn at some time, and nothing else ever."""
     narrow(monkeypatch)
