@@ -1,0 +1,384 @@
+"""The GPU's runner as a whole: on a CPU by Triton's interpreter, without graphs.  Measures nothing.
+
+Whatever the engine can be asked must give the CPU runner's tokens: same tiny model, same float32.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+import engine.build as build  # noqa: E402
+from cache.config import CacheConfig  # noqa: E402
+from engine.checkpoint import open_checkpoint  # noqa: E402
+from engine.config import EngineConfig  # noqa: E402
+from engine.cuda import runner as cuda_runner  # noqa: E402
+from engine.cuda.buckets import bucket, sizes  # noqa: E402
+from engine.cuda.graphs import Graphs  # noqa: E402
+from engine.cuda.layout import ALIGN, Layout, Mirror  # noqa: E402
+from engine.cuda.runner import CudaRunner  # noqa: E402
+from engine.cuda.slots import Slots  # noqa: E402
+from engine.loop import Engine  # noqa: E402
+from engine.messages import Abort, Grammar, Pause, Resume, Sampling, Submit  # noqa: E402
+from engine.plan import Row  # noqa: E402
+from engine.runner import Runner, StepTooLarge  # noqa: E402
+from engine.sequence import Sequence  # noqa: E402
+from tests.driver import Run, answers  # noqa: E402
+from tests.proposers import (  # noqa: E402
+    AdversarialDrafts,
+    ForcedDrafts,
+    OracleDrafts,
+    RandomDrafts,
+    RandomHead,
+)
+from tests.scripted import EOS  # noqa: E402
+from tests.tiny import write_llama  # noqa: E402
+
+VOCAB = 259
+GREEDY = Sampling(temperature=0.0)
+HOT = Sampling(temperature=1.0, seed=11)
+PENALISED = Sampling(temperature=0.7, repetition=1.3, frequency=0.4, presence=0.3, seed=13)
+WORD = Grammar('start: "<a>" ("yes" | "no" | /[0-9]{2}/) "</a>"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(
+        tmp_path_factory.mktemp("runner") / "model", hidden=32, heads=2, kv_heads=1, head_dim=32,
+        intermediate=48, max_len=256, attention_bias=True,
+    )
+
+
+def make(folder, fused: bool, *, blocks: int = 40, drafts=None, head=None, **settings) -> Engine:
+    """A float32 engine on the CPU's runner, or on the GPU's."""
+    settings = {"max_sequences": 16, "max_batch_tokens": 96, "mixed_tokens": 70} | settings
+    config = EngineConfig(
+        model=str(folder), dtype="float32", device=DEVICE if fused else "cpu", threads=1,
+        cache=CacheConfig(blocks=blocks), **settings,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "fused", lambda device: fused)
+        patch.setattr(CudaRunner, "warm", lambda self: None)  # on a card: compile what is used
+        engine = Engine(config, open_checkpoint(str(folder)), drafts=drafts, head=head)
+    assert type(engine.runner) is (CudaRunner if fused else Runner)
+    return engine
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    made = np.random.default_rng(seed)
+    return made.integers(0, 256, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """One request at a time on the CPU's runner."""
+    engine = make(folder, False, prefix_caching=False)
+
+    def ask(*submits: Submit) -> dict:
+        return {key: tokens for s in submits for key, tokens in answers(engine, s).items()}
+
+    return ask
+
+
+# ---- buckets, layout, graphs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 40, 256, 1000, 2048])
+def test_every_count_has_a_bucket_that_wastes_little(most):
+    found = sizes(most)
+    assert found == sorted(set(found)) and found[0] == 1 and found[-1] == most
+    for count in range(1, most + 1):
+        size = bucket(found, count)
+        assert count <= size <= most
+        assert size - count < max(8, count // 3), (count, size)
+        assert size == min(s for s in found if s >= count)
+
+
+def test_arrays_of_a_layout_lie_apart_and_host_and_device_agree():
+    layout = Layout({"one": (1,), "flat": (7,), "pairs": (2, 5), "four": (4,), "tail": (3,)})
+    mirror = Mirror(layout.words + 8, 3, torch.device(DEVICE))
+    seen = set()
+    for name, shape in layout.shapes.items():
+        at = layout.offsets[name]
+        words = set(range(at, at + int(np.prod(shape))))
+        assert at % ALIGN == 0 and not words & seen and max(words) < layout.words
+        seen |= words
+    number, staged = mirror.next()
+    for i, array in enumerate(layout.host(staged).values()):
+        array[...] = np.arange(array.size).reshape(array.shape) + 100 * i
+    mirror.send(number, layout.words)
+    for i, (name, array) in enumerate(layout.device(mirror.buffer).items()):
+        assert tuple(array.shape) == layout.shapes[name]
+        assert (array.flatten().cpu() == torch.arange(array.numel()) + 100 * i).all()
+    assert not mirror.buffer[layout.words :].any(), "more was sent than asked for"
+
+
+def test_a_mirrors_host_buffers_take_turns():
+    mirror = Mirror(4, 3, torch.device(DEVICE))
+    numbers = []
+    for value in range(6):
+        number, staged = mirror.next()
+        assert staged is mirror.array(number)
+        staged[:] = value
+        numbers.append(number)
+    assert sorted(numbers[:3]) == [0, 1, 2] and numbers[3:] == numbers[:3]
+    assert [mirror.array(n)[0] for n in numbers[:3]] == [3, 4, 5]
+
+
+def test_without_capture_a_body_runs_every_time():
+    graphs, ran = Graphs(capture=False), []
+    for _ in range(3):
+        graphs.run("key", lambda: ran.append(1))
+    assert len(ran) == 3 and len(graphs) == 0 and "key" not in graphs
+
+
+# ---- slots ---------------------------------------------------------------------------------------
+
+
+def sequence(name: str, blocks: list[int], sampling: Sampling = GREEDY) -> Sequence:
+    submit = Submit(name, [1, 2, 3], 50, sampling)
+    seq = Sequence(submit, 0, b"", 0.0, [1, 2, 3], 0.0)
+    seq.blocks = [SimpleNamespace(id=block) for block in blocks]
+    return seq
+
+
+@dataclass
+class Table:
+    """Slots, and a way to read one's block ids."""
+
+    slots: Slots = field(default_factory=lambda: Slots(3, 8, VOCAB, torch.device(DEVICE)))
+
+    def put(self, seq: Sequence) -> list[int]:
+        """Place and upload; the ids that the device now has for it."""
+        place = self.slots.place(seq)
+        self.slots.upload()
+        return self.slots.table[place.slot, : len(seq.blocks)].tolist()
+
+
+def test_a_placed_sequence_has_its_blocks_and_its_growth_on_the_device():
+    table, seq = Table(), sequence("a", [5, 9])
+    assert table.put(seq) == [5, 9]
+    slot = table.slots.place(seq).slot
+    table.slots.table[slot, 0] = 77  # what is known already is not sent again
+    seq.blocks.append(SimpleNamespace(id=30))
+    assert table.put(seq) == [77, 9, 30]
+    assert table.slots.place(seq).slot == slot
+
+
+def test_a_life_after_preemption_has_other_blocks_in_the_same_slot():
+    table, seq = Table(), sequence("a", [5, 9, 12], PENALISED)
+    table.put(seq)
+    slot = table.slots.place(seq).slot
+    seq.preempted, seq.blocks = 1, [SimpleNamespace(id=b) for b in (21, 22)]
+    seq.tokens += [8, 8]
+    assert table.put(seq) == [21, 22]
+    assert table.slots.place(seq).slot == slot
+    history = table.slots.tables.history[slot]
+    assert history[[1, 2, 3, 8]].tolist() == [1, 1, 1, 4], "prompt bit, and twice its count"
+
+
+def test_slots_are_taken_from_whoever_used_none_longest_and_does_not_fly():
+    table = Table()
+    seqs = [sequence(name, [i + 1]) for i, name in enumerate("abcd")]
+    for seq in seqs[:3]:
+        table.put(seq)
+    seqs[0].flying = 1
+    taken = table.slots.place(seqs[1]).slot
+    assert table.put(seqs[3]) == [4]
+    assert table.slots.place(seqs[3]).slot == taken, "the first in line flies"
+    seqs[2].flying = seqs[3].flying = 1
+    with pytest.raises(AssertionError, match="more sequences in flight than slots"):
+        table.slots.place(seqs[1])
+    table.slots.forget(seqs[2])
+    assert table.put(seqs[1]) == [2]
+    table.slots.forget(sequence("unknown", []))
+    assert len({table.slots.place(seqs[i]).slot for i in (0, 1, 3)}) == 3
+
+
+# ---- steps that are too large --------------------------------------------------------------------
+
+
+def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
+    runner = make(folder, True, max_sequences=2, max_batch_tokens=24, mixed_tokens=8).runner
+    seq = sequence("a", [0])
+    seq.tokens = prompt(61)
+    place = runner.slots.place(seq)
+    runner.forward.model = None  # whatever runs would fail otherwise
+    with pytest.raises(StepTooLarge, match="25 flat tokens; the largest step has 24"):
+        runner.forward.launch([Row(seq, 0, 25, False)], [place])
+    with pytest.raises(StepTooLarge, match="3 rows draw a token; the largest step has 2"):
+        runner.settling.prepare([Row(seq, 60, 1, True)] * 3, [place] * 3)
+
+
+def test_an_engine_short_of_attention_scratch_makes_smaller_steps(folder, truth, monkeypatch):
+    asks = [Submit(f"r{i}", prompt(70, i), 4, GREEDY) for i in range(3)]
+    one_row = 16 * (32 + 2) * 4 * -(-256 // cuda_runner.SPLITS[32])  # bytes
+    monkeypatch.setattr(cuda_runner, "SCRATCH", one_row)
+    engine = make(folder, True, max_sequences=4, max_batch_tokens=80, mixed_tokens=75)
+    refused = []
+    launch = engine.runner.forward.launch
+
+    def launched(rows, places):
+        try:
+            launch(rows, places)
+        except StepTooLarge as error:
+            refused.append(str(error))
+            raise
+
+    monkeypatch.setattr(engine.runner.forward, "launch", launched)
+    assert answers(engine, *asks) == truth(*asks)
+    assert refused and all("attention splits; there is room for 4" in text for text in refused)
+    assert engine.scheduler.preemptions > 0
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+REQUESTS = {
+    "greedy": Submit("greedy", prompt(5), 7, GREEDY),
+    "long": Submit("long", prompt(130, 2), 5, GREEDY),
+    "hot": Submit("hot", prompt(40, 3), 7, HOT),
+    "top": Submit("top", prompt(1, 4), 7, Sampling(0.8, top_p=0.8, top_k=40, min_p=0.02, seed=12)),
+    "penalised": Submit("penalised", [*prompt(9, 5), 7, 7], 7, PENALISED),
+    "biased": Submit(
+        "biased", prompt(6, 6), 6,
+        Sampling(0.9, bias=((65, 30.0), (EOS, 40.0)), min_tokens=4, seed=14), stop_ids=[EOS],
+    ),
+    "grammar": Submit("grammar", prompt(8, 7), 20, HOT, grammar=WORD, stop_ids=[EOS]),
+    "choices": Submit("choices", prompt(68, 8), 5, HOT, n=2),
+    "scored": Submit("scored", prompt(4, 9), 5, Sampling(seed=3, logprobs=3)),
+    "one": Submit("one", prompt(3, 10), 1, GREEDY),
+}
+
+
+def requests(truth) -> dict[str, Submit]:
+    """The above, and one that ends on an ordinary token which nobody can foresee."""
+    text = truth(REQUESTS["greedy"])["greedy", 0]
+    stops = Submit("stops", prompt(5), 7, GREEDY, stop_ids=[text[3]])
+    return {**REQUESTS, "stops": stops}
+
+
+@pytest.fixture(scope="module")
+def crowd(folder, truth):
+    """All of them at once on the GPU's runner, at its own depth."""
+    asks = requests(truth)
+    engine = make(folder, True)
+    assert engine.depth == engine.runner.depth == 1
+    run = Run(engine).put(*asks.values()).drain()
+    assert not run.failed and not run.refused and engine.pool.used == 0
+    run.asks = asks
+    return run
+
+
+@pytest.mark.parametrize("kind", [*REQUESTS, "stops"])
+def test_a_request_in_a_crowd_gives_the_cpu_runners_tokens(crowd, truth, kind):
+    wanted = truth(crowd.asks[kind])
+    assert {key: crowd.tokens[key] for key in wanted} == wanted
+
+
+def test_the_crowd_exercised_what_its_names_say(crowd):
+    tokens = {key: crowd.tokens[key, 0] for key in crowd.asks}
+    assert tokens["biased"][:-1] == [65] * 4 and tokens["biased"][-1] == EOS
+    assert bytes(tokens["grammar"][:3]) == b"<a>" and crowd.finish(("grammar", 0)) == "stop"
+    assert crowd.finish(("stops", 0)) == "stop" and len(tokens["stops"]) <= 4
+    assert crowd.tokens["choices", 0] != crowd.tokens["choices", 1]
+    assert crowd.engine.scheduler.wasted > 0, "nothing flew while the host read"
+    assert len({tuple(text) for text in tokens.values()}) == len(tokens)
+
+
+def test_logprobs_are_the_cpu_runners(crowd, folder):
+    run = Run(make(folder, False)).put(REQUESTS["scored"]).drain()
+    pairs = zip(crowd.outs["scored", 0], run.outs["scored", 0], strict=True)
+    for found, wanted in ((ours.logprobs[0], theirs.logprobs[0]) for ours, theirs in pairs):
+        assert found.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert [id for id, _ in found.top] == [id for id, _ in wanted.top]
+        assert [v for _, v in found.top] == pytest.approx([v for _, v in wanted.top], abs=1e-4)
+    assert all(not out.logprobs for out in crowd.outs["hot", 0]), "nobody else asked"
+
+
+def test_a_second_run_finds_the_first_ones_blocks(crowd, truth):
+    hits = crowd.engine.scheduler.prefix_hits
+    again = Submit("again", REQUESTS["long"].prompt, 3, HOT)
+    assert answers(crowd.engine, again) == truth(again)
+    assert crowd.engine.scheduler.prefix_hits - hits >= 128
+
+
+def test_an_abort_with_a_step_out_leaves_the_others_alone(crowd, truth):
+    asks = [Submit(f"q{i}", prompt(20 + i, i), 4, HOT) for i in range(3)]
+    run = Run(crowd.engine).put(*asks)
+    run.step(), run.step()
+    run.put(Abort("q1")).drain()
+    assert {key: run.tokens[key] for key in truth(asks[0], asks[2])} == truth(asks[0], asks[2])
+    assert crowd.engine.pool.used == 0
+    assert not set(run.engine.runner.slots._places) & set(run.engine.scheduler.running)
+
+
+def test_a_sequence_that_lost_its_slot_comes_back(folder, truth):
+    """Two slots, three sequences: who is paused is written to the device anew, history and all."""
+    asks = [Submit(f"p{i}", prompt(10, i), 9, PENALISED) for i in range(3)]
+    engine = make(folder, True, max_sequences=2)
+    run = Run(engine).put(*asks[:2])
+    for _ in range(3):
+        run.step()
+    run.put(Pause("p0"), asks[2])
+    for _ in range(3):
+        run.step()
+    assert len(engine.runner.slots._places) == 2 and len(engine.scheduler.running) == 3
+    run.put(Resume("p0")).drain()
+    assert run.tokens == truth(*asks)
+
+
+def test_preempted_sequences_give_the_same_tokens(folder, truth):
+    asks = [Submit(f"r{i}", prompt(62, i), 5, HOT if i else PENALISED) for i in range(3)]
+    engine = make(folder, True, blocks=5, max_sequences=3, max_batch_tokens=190,
+                  mixed_tokens=180, prefix_caching=False)
+    assert answers(engine, *asks) == truth(*asks)
+    assert engine.scheduler.preemptions > 0
+
+
+# ---- drafts --------------------------------------------------------------------------------------
+
+
+def proposer(kind: str, expected: dict):
+    match kind:
+        case "random":
+            return RandomDrafts(VOCAB, 1)
+        case "oracle":
+            return OracleDrafts(expected, 2)
+        case "adversarial":
+            return AdversarialDrafts(expected, VOCAB, EOS, 3)
+    return ForcedDrafts()
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "adversarial", "forced"])
+def test_drafts_change_no_token(folder, truth, kind):
+    asks = [
+        Submit("cold", prompt(62, 1), 7, GREEDY),
+        Submit("again", prompt(5, 2), 7, PENALISED),
+        Submit("shaped", prompt(8, 7), 12, HOT, grammar=WORD, stop_ids=[EOS]),
+    ]
+    expected = truth(*asks)
+    engine = make(folder, True, drafts=proposer(kind, expected), max_drafts=4)
+    assert engine.depth == 0
+    assert answers(engine, *asks) == expected
+    assert engine._drafted > 0
+    if kind in ("oracle", "forced"):
+        assert engine._accepted > 0
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="this head keeps its weights on the CPU")
+def test_a_device_draft_changes_no_token(folder, truth):
+    asks = [Submit("h0", prompt(6, 1), 5, GREEDY), Submit("h1", prompt(70, 2), 4, HOT)]
+    head = RandomHead(32, VOCAB, (0, 1))
+    engine = make(folder, True, head=head, max_drafts=2)
+    assert answers(engine, *asks) == truth(*asks)
+    assert head.steps > 0 and engine._drafted > 0
