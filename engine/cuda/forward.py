@@ -48,6 +48,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     layout: Layout
+    hosts: list[dict[str, Ints]]  # by number of the host buffer
     views: StepViews
     chunk_items: int  # room for
 
@@ -96,7 +97,7 @@ class Forward:
             chunk_items=at["chunk_items"], chunk_total=at["chunk_total"],
         )  # fmt: skip
         views = StepViews(at["tokens"], at["origin"], at["positions"], at["kv"], meta)
-        return _Bucket(layout, views, layout.shapes["chunk_items"][1])
+        return _Bucket(layout, self._mirror.hosts(layout), views, layout.shapes["chunk_items"][1])
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -106,9 +107,9 @@ class Forward:
         if count > self.limits.tokens:
             raise StepTooLarge(f"{count} flat tokens; the largest step has {self.limits.tokens}")
         size = bucket(self.sizes, count)
-        number, staged = self._mirror.next()
+        number = self._mirror.next()
         made = self._buckets[size]
-        chunks = self._fill(made.layout.host(staged), rows, places, count)
+        chunks = self._fill(made.hosts[number], rows, places, count)
         self._mirror.send(number, made.layout.words)
         self._run(size, made, chunks)
 
@@ -127,8 +128,8 @@ class Forward:
         if chunks and not chunks_possible(size):
             return
         made = self._buckets[size]
-        number, staged = self._mirror.next()
-        self._fill(made.layout.host(staged), [], [], 0)
+        number = self._mirror.next()
+        self._fill(made.hosts[number], [], [], 0)
         self._mirror.send(number, made.layout.words)
         self._run(size, made, chunks)
 

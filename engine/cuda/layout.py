@@ -6,6 +6,7 @@ layout depends on the step's bucket: a small step copies little.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,24 +24,20 @@ class Layout:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)
-        self.offsets: dict[str, int] = {}
+        self._spans: dict[str, slice] = {}
         self.words = 0
         for name, shape in self.shapes.items():
-            self.offsets[name] = self.words
-            self.words += -(-int(np.prod(shape)) // ALIGN) * ALIGN
+            self._spans[name] = slice(self.words, self.words + math.prod(shape))
+            self.words += -(-math.prod(shape) // ALIGN) * ALIGN
 
     def device(self, buffer: Tensor) -> dict[str, Tensor]:
         """Every array as a view of the int32 buffer."""
-        return {
-            name: buffer[at : at + int(np.prod(self.shapes[name]))].view(self.shapes[name])
-            for name, at in self.offsets.items()
-        }
+        return {name: buffer[span].view(self.shapes[name]) for name, span in self._spans.items()}
 
     def host(self, buffer: Ints) -> dict[str, Ints]:
         """The same on the host's side."""
         return {
-            name: buffer[at : at + int(np.prod(self.shapes[name]))].reshape(self.shapes[name])
-            for name, at in self.offsets.items()
+            name: buffer[span].reshape(self.shapes[name]) for name, span in self._spans.items()
         }
 
 
@@ -56,14 +53,14 @@ class Mirror:
         self._arrays: list[Ints] = [staged.numpy() for staged in self._staged]
         self._turn = 0
 
-    def next(self) -> tuple[int, Ints]:
-        """The host buffer whose last copy is done by now, and its number."""
-        self._turn = (self._turn + 1) % len(self._staged)
-        return self._turn, self._arrays[self._turn]
+    def hosts(self, layout: Layout) -> list[dict[str, Ints]]:
+        """A layout's arrays in every host buffer."""
+        return [layout.host(array) for array in self._arrays]
 
-    def array(self, number: int) -> Ints:
-        """A host buffer that `next` gave out."""
-        return self._arrays[number]
+    def next(self) -> int:
+        """The number of the host buffer whose last copy is done by now."""
+        self._turn = (self._turn + 1) % len(self._staged)
+        return self._turn
 
     def send(self, number: int, words: int) -> None:
         """Copy the first `words` of a host buffer to the device, in stream order."""

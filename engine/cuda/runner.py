@@ -27,7 +27,8 @@ from engine.cuda.picks import Picks, store_path
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
 from engine.drafting import guess
-from engine.kernels.decode_attention import DecodeScratch, resident_workers
+from engine.kernels.decode_attention import DecodeScratch
+from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.sampler import Needs
 from engine.runner import Flight
 
@@ -106,7 +107,7 @@ class CudaRunner:
             shape, pages.data, self.slots.tables.last, picks,
             DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),
             most=most.tokens, max_len=most.max_len, split=split,
-            workers=resident_workers(_processors(device), shape.kv_heads, shape.head_dim),
+            workers=attention_workers(_processors(device), shape.kv_heads),
             taps=len(self.head.taps) if self.head is not None else 0,
         )  # fmt: skip
         trash = (pages.blocks - 1) * pages.size

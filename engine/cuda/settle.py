@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.cuda.buckets import bucket, sizes
 from engine.cuda.events import event
 from engine.cuda.graphs import Graphs
-from engine.cuda.layout import Layout, Mirror
+from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.picks import Picks
 from engine.kernels.norm import norm
 from engine.kernels.sampler import Needs, settle
@@ -54,6 +54,7 @@ class Draw:
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     layout: Layout
+    hosts: list[dict[str, Ints]]  # by number of the host buffer
     picked: Tensor  # int32 [R] flat tokens whose logits are wanted
     rows: Rows
     results: Results
@@ -111,7 +112,7 @@ class Settling:
         picked = at.pop("picked")
         many, groups, results = picked.shape[0], at["group_row"].shape[0], self._results
         return _Bucket(
-            layout, picked, Rows(**at, tokens=tokens),
+            layout, self._mirror.hosts(layout), picked, Rows(**at, tokens=tokens),
             Results(results.tokens[:many], results.matched[:groups], results.own[:many],
                     results.best_ids[:many], results.best_values[:many]),
         )  # fmt: skip
@@ -131,8 +132,8 @@ class Settling:
             return None
         if count > self.rows:
             raise StepTooLarge(f"{count} rows draw a token; the largest step has {self.rows}")
-        number, staged = self._mirror.next()
-        at = self._buckets[bucket(self.sizes, count)].layout.host(staged)
+        number = self._mirror.next()
+        at = self._buckets[bucket(self.sizes, count)].hosts[number]
         for name in ("picked", "slot", "position", "hold", "first", "offset"):
             at[name][:count] = getattr(found, name)
         at["picked"][count:] = 0
@@ -150,8 +151,7 @@ class Settling:
         torch.index_select(masks, 0, torch.tensor(masked), out=staged[: len(masked)])
         self._masks[1 : len(masked) + 1].copy_(staged[: len(masked)], non_blocking=True)
         made = self._buckets[bucket(self.sizes, draw.count)]
-        at = made.layout.host(self._mirror.array(draw.staged))
-        at["mask"][masked] = range(1, len(masked) + 1)
+        made.hosts[draw.staged]["mask"][masked] = range(1, len(masked) + 1)
         draw.masked = True
 
     def launch(self, draw: Draw) -> None:
@@ -187,9 +187,9 @@ class Settling:
     def warm(self, size: int, needs: Needs, *, masked: bool) -> None:
         """Pick, compile and capture a bucket, on a step without rows."""
         self._picks.tune("head", size)
-        number, staged = self._mirror.next()
+        number = self._mirror.next()
         made = self._buckets[size]
-        for array in made.layout.host(staged).values():
+        for array in made.hosts[number].values():
             array[...] = 0
         self._mirror.send(number, made.layout.words)
         self._run(size, needs, masked)

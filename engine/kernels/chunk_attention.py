@@ -33,8 +33,8 @@ class ChunkShape:
 
 SHAPES = {
     32: ChunkShape(tile=64, pages=1, warps=4, stages=3),
-    64: ChunkShape(tile=128, pages=1, warps=8, stages=3),
-    128: ChunkShape(tile=128, pages=1, warps=8, stages=3),
+    64: ChunkShape(tile=64, pages=2, warps=4, stages=3),
+    128: ChunkShape(tile=64, pages=1, warps=4, stages=3),
 }
 
 

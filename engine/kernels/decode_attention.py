@@ -30,9 +30,9 @@ LOG2_E = 1.4426950408889634
 # Pages in flight a program, and warps, by head dimension.
 STAGES = {32: 3, 64: 4, 128: 3}
 WARPS = {32: 4, 64: 4, 128: 4}
-# Programs that fit on a Hopper multiprocessor at once: 53 KiB of shared memory and 128 registers a
-# thread at dimension 64, 70 KiB and 160 at 128.
-RESIDENT = {32: 4, 64: 4, 128: 3}
+# Programs a multiprocessor: four times what it holds at once, so that those that end early (a last
+# split is short) are followed by others.  Measured on an H200 beside 2, 4 and 8.
+PROGRAMS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,9 @@ class DecodeScratch:
         return self.arrived.shape[0]
 
 
-def resident_workers(processors: int, kv_heads: int, head_dim: int) -> int:
-    """Programs a KV head that a device of so many multiprocessors runs at once.
-
-    More would wait for the first to finish their whole share, and come last.
-    """
-    return max(1, processors * RESIDENT[head_dim] // kv_heads)
+def workers(processors: int, kv_heads: int) -> int:
+    """Programs a KV head for a device of so many multiprocessors."""
+    return max(1, processors * PROGRAMS // kv_heads)
 
 
 def decode_attention(
@@ -92,7 +89,7 @@ def decode_attention(
     will do), `pages` [blocks, 2, size, kv_heads, head_dim] is one layer with this step's keys and
     values already written, `out` is [N, heads * head_dim]; all of one type, rows contiguous.
     `scale` multiplies the scores, `split`, in positions, is the page size times a power of two;
-    `workers` is the programs a KV head (see resident_workers).  `overlap`: see kernels/overlap.py.
+    `workers` is the programs a KV head (see the function).  `overlap`: see kernels/overlap.py.
     Allocates nothing and reads nothing on the host.
     """
     _, _, size, kv_heads, dim = pages.shape
@@ -136,19 +133,16 @@ def _short_kernel(
     token = line // GROUP
     column = (head * GROUP + line % GROUP) * DIM
     workers = tl.num_programs(1)
-    # An item is read one round early, and the first beside the total: each load that waits for
-    # another costs a fifth of what a lone row's attention takes.
-    next_code, next_split = _item(items, items_stride, tl.program_id(1))
+    where = (table, row_slot, row_first, row_start, row_count, items, table_stride, items_stride)
+    # What an item says is read one round early, and the first before anything has to be waited for:
+    # each load that hangs on another costs a fifth of what a lone row's attention takes.
+    ahead = _item(tl.program_id(1), where, TILE, TILES, PAGE, SPLIT)
+    total_items = tl.load(items_total)
     wait(OVERLAP)
-    for item in range(tl.program_id(1), tl.load(items_total), workers):
-        code, split = next_code, next_split
-        next_code, next_split = _item(items, items_stride, item + workers)
-        row = code // TILES
-        begin = (code % TILES) * TILE  # first token of the tile, in the row
-        start = tl.load(row_start + row) + begin
-        tokens = tl.minimum(tl.load(row_count + row) - begin, TILE)
-        flat = tl.load(row_first + row) + begin + token
-        slot = tl.load(row_slot + row)
+    for item in range(tl.program_id(1), total_items, workers):
+        split, start, tokens, flat, ids = ahead
+        ahead = _item(item + workers, where, TILE, TILES, PAGE, SPLIT)
+        flat = flat + token
         last = start + tokens - 1
         splits = last // SPLIT + 1
         # The host may have planned for more tokens than there are.
@@ -157,8 +151,7 @@ def _short_kernel(
             q_at = query + (flat * query_stride + column)[:, None] + dim[None, :]
             q = tl.load(q_at, mask=live, other=0.0)
             top, total, acc = _attend(
-                q, pages + head * DIM, table + slot.to(tl.int64) * table_stride,
-                start + token, last, split * SPLIT, scale,
+                q, pages + head * DIM, ids, start + token, last, split * SPLIT, scale,
                 KV_HEADS, DIM, PAGE, SPLIT, LINES, STAGES, PRECISION,
             )  # fmt: skip
             out_at = out + (flat * out_stride + column)[:, None] + dim[None, :]
@@ -183,16 +176,35 @@ def _short_kernel(
 
 
 @triton.jit
-def _item(items, items_stride, item):
-    """Tile and split of an item; beyond the list, something that nobody looks at."""
+def _item(
+    item, where,
+    TILE: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Split, first position, tokens, flat index and block ids of an item.
+
+    Beyond the list these are of something that nobody looks at, but every address is sound.
+    """
+    table, row_slot, row_first, row_start, row_count, items, table_stride, items_stride = where
     there = item < items_stride
     code = tl.load(items + item, mask=there, other=0)
-    return code, tl.load(items + items_stride + item, mask=there, other=0)
+    split = tl.load(items + items_stride + item, mask=there, other=0)
+    row = code // TILES
+    begin = (code % TILES) * TILE  # first token of the tile, in the row
+    start = tl.load(row_start + row) + begin
+    tokens = tl.minimum(tl.load(row_count + row) - begin, TILE)
+    flat = tl.load(row_first + row) + begin
+    slot = tl.load(row_slot + row).to(tl.int64)
+    # All ids at once: a load in the loop that a page's address hangs on would have to be awaited
+    # with everything that was asked for before it, and no page could be fetched ahead.
+    which = split * (SPLIT // PAGE) + tl.arange(0, SPLIT // PAGE)
+    known = (which * PAGE <= start + tokens - 1) & (which < table_stride)
+    ids = tl.load(table + slot * table_stride + which, mask=known, other=0)
+    return split, start, tokens, flat, ids
 
 
 @triton.jit
 def _attend(
-    q, pages, table, position, last, begin, scale,
+    q, pages, ids, position, last, begin, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     LINES: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -202,13 +214,9 @@ def _attend(
     written and may hold anything: neither their keys nor their values are read.
     """
     row: tl.constexpr = KV_HEADS * DIM
-    held: tl.constexpr = SPLIT // PAGE
     offset = tl.arange(0, PAGE)
     dim = tl.arange(0, DIM)
-    # All ids at once: a load in the loop that a page's address hangs on would have to be awaited
-    # with everything that was asked for before it, and no page could be fetched ahead.
-    which = tl.arange(0, held)
-    ids = tl.load(table + begin // PAGE + which, mask=begin + which * PAGE <= last, other=0)
+    which = tl.arange(0, SPLIT // PAGE)
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, DIM], tl.float32)

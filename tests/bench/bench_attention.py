@@ -28,7 +28,7 @@ from engine.kernels.chunk_attention import SHAPES, ChunkShape, chunk_attention
 from engine.kernels.decode_attention import (
     DecodeScratch,
     decode_attention,
-    resident_workers,
+    workers as programs,
 )
 from engine.kernels.rope import rotate_and_store
 
@@ -160,13 +160,13 @@ def bench_decode(roof: float, sweep: bool) -> None:
         spread = np.random.default_rng(1).integers(-context // 10, context // 10 + 1, rows)
         work = Work(model, [context + int(x) for x in spread], [count] * rows, layers)
         for split in (128, 256):
-            chosen = resident_workers(SMS, model.kv_heads, model.dim)
+            chosen = programs(SMS, model.kv_heads)
             for workers in (chosen // 2, chosen) if sweep else (chosen,):
                 for more in ({}, {"warps": 2}, {"warps": 8}, {"stages": 2}) if sweep else ({},):
                     us = work.decode(split, workers, **more)
                     share = work.kv_bytes() / (us * 1e-6) / roof
                     print(f"{model.name:13} {rows:4} x {count:2} at {context:6} | {split:4} "
-                          f"{workers:4} {more or '':15} | {us:8.2f} us {share:6.1%}", flush=True)
+                          f"{workers:4} {str(more or ''):30} | {us:8.2f} us {share:6.1%}", flush=True)
 
 
 def bench_chunk(sweep: bool) -> None:
