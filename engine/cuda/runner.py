@@ -175,6 +175,8 @@ class CudaRunner:
                                           self.pages.size, self.most.drafts)
         except BaseException:
             self._flights.remove(flight)
+            for row in flight.plan.rows:  # what of them got to the device is not known
+                self.slots.forget(row.seq)
             raise
 
     def collect(self, depth: int) -> list[Flight]:
@@ -193,9 +195,10 @@ class CudaRunner:
         if flight.draw is not None:
             tokens, flight.logprobs = self.settling.collect(flight.draw)
         begin = 0
+        drawn = flight.drawn
         for row in flight.plan.rows:
-            end = begin + (row.drafts + 1 if row.last else 0)
-            flight.drawn.append(tokens[begin:end])
+            end = begin + (len(row.draft) + 1 if row.last else 0)
+            drawn.append(tokens[begin:end])
             begin = end
 
     def forget(self, seq: Sequence) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,27 +122,32 @@ class Settling:
 
     def prepare(self, rows: list[Row], places: list[Place]) -> Draw | None:
         """Note what the `last` rows of a plan want, before anything changes; None = nothing."""
-        found = _Collected()
-        flat = 0
-        for row, place in zip(rows, places, strict=True):
-            if row.last:
-                found.add(row, place, flat)
-            flat += row.count
-        count = len(found.slot)
-        if not count:
+        wanted = _wanted(rows, places)
+        groups = len(wanted.first)
+        if not groups:
             return None
+        count = groups + wanted.drafts
         if count > self.rows:
             raise StepTooLarge(f"{count} rows draw a token; the largest step has {self.rows}")
         number = self._mirror.next()
         at = self._buckets[bucket(self.sizes, count)].hosts[number]
-        for name in ("picked", "slot", "position", "hold", "first", "offset"):
-            at[name][:count] = getattr(found, name)
+        columns = np.array(wanted.columns, dtype=np.int32)  # [4, groups]
+        sizes = np.array(wanted.sizes, dtype=np.int32)
+        if wanted.drafts:
+            columns = columns.repeat(sizes, axis=1)
+        offset = at["offset"][:count]
+        begins = np.cumsum(sizes) - sizes
+        np.subtract(np.arange(count), begins.repeat(sizes), out=offset, casting="unsafe")
+        at["slot"][:count], at["first"][:count] = columns[0], columns[1]
+        np.add(columns[1], offset, out=at["picked"][:count])
+        np.add(columns[2], offset, out=at["position"][:count])
+        # Stop ids are held back while the tokens before this row are fewer than min_tokens.
+        np.less(offset, columns[3], out=at["hold"][:count], casting="unsafe")
         at["picked"][count:] = 0
         at["mask"][:] = 0
-        at["count"][0], at["groups"][0] = count, len(found.group_row)
-        at["group_row"][: len(found.group_row)] = found.group_row
-        at["group_rows"][: len(found.group_row)] = found.group_rows
-        return Draw(count, number, found.needs(), found.wanted)
+        at["count"][0], at["groups"][0] = count, groups
+        at["group_row"][:groups], at["group_rows"][:groups] = begins, sizes
+        return Draw(count, number, wanted.needs(), wanted.logprobs)
 
     def supply(self, draw: Draw, masks: Tensor, masked: list[int]) -> None:
         """Send the mask rows that forbid something; row 0 of the device's stays open."""
@@ -210,46 +216,58 @@ class Settling:
         return tokens, [_logprobs(*entry) for entry in found]
 
 
-class _Collected:
-    """The rows that draw, as lists."""
+@dataclass(slots=True)
+class _Wanted:
+    """The sequences that draw, one entry each."""
 
-    def __init__(self) -> None:
-        self.picked: list[int] = []
-        self.slot: list[int] = []
-        self.position: list[int] = []
-        self.hold: list[int] = []
-        self.first: list[int] = []
-        self.offset: list[int] = []
-        self.wanted: list[int] = []
-        self.group_row: list[int] = []
-        self.group_rows: list[int] = []
-        self._flags = 0
+    slot: list[int]
+    first: list[int]  # flat index of the newest token
+    position: list[int]  # of the first token drawn
+    held: list[int]  # rows from the first on whose stop ids are held back
+    sizes: list[int]  # rows: drafts + 1
+    drafts: int  # of all together
+    logprobs: list[int]  # asked for, a row each; empty when nobody asks
+    flags: int
 
-    def add(self, row: Row, place: Place, flat: int) -> None:
-        """A sequence's newest token and its drafts; `flat` is where its row begins."""
-        sampling, drafts = row.seq.sampling, row.drafts
-        newest = flat + row.count - drafts - 1
-        generated = row.position - row.seq.prompt_len
-        self.group_row.append(len(self.slot))
-        self.group_rows.append(drafts + 1)
-        self._flags |= place.flags
-        for i in range(drafts + 1):
-            self.picked.append(newest + i)
-            self.slot.append(place.slot)
-            self.position.append(row.position + i)
-            self.hold.append(generated + i < sampling.min_tokens)
-            self.first.append(newest)
-            self.offset.append(i)
-            self.wanted.append(sampling.logprobs)
+    @property
+    def columns(self) -> list[list[int]]:
+        """What repeats for every row of a sequence."""
+        return [self.slot, self.first, self.position, self.held]
 
     def needs(self) -> Needs:
         """What some row needs."""
-        flags = self._flags
         return Needs(
-            shaped=bool(flags & (PENALTIES | BIASED)),
-            filters=bool(flags & FILTERED),
-            logprobs=bool(flags & SCORED),
+            shaped=bool(self.flags & (PENALTIES | BIASED)),
+            filters=bool(self.flags & FILTERED),
+            logprobs=bool(self.flags & SCORED),
         )
+
+
+def _wanted(rows: list[Row], places: list[Place]) -> _Wanted:
+    """One pass over a plan: this runs for every row of every step."""
+    found = _Wanted([], [], [], [], [], 0, [], 0)
+    slot, first, position = found.slot, found.first, found.position
+    held, sizes = found.held, found.sizes
+    flat = flags = 0
+    for row, place in zip(rows, places, strict=True):
+        flat += row.count
+        if not row.last:
+            continue
+        more = len(row.draft)
+        at = row.start + row.count - more
+        slot.append(place.slot)
+        first.append(flat - 1 - more)
+        position.append(at)
+        held.append(place.least - at)
+        sizes.append(more + 1)
+        found.drafts += more
+        flags |= place.flags
+    found.flags = flags
+    if flags & SCORED:
+        for row in rows:
+            if row.last:
+                found.logprobs += [row.seq.sampling.logprobs] * (len(row.draft) + 1)
+    return found
 
 
 def _home(results: Results, pinned: bool) -> _Home:

@@ -25,6 +25,7 @@ class Place:
     slot: int
     life: int  # `preempted` of the sequence when it came: a later life has other blocks
     flags: int  # of its sampling, see kernels/sampler_tables.py
+    least: int  # position before which min_tokens holds stop ids back
     known: int = 0  # block ids in the table
 
 
@@ -37,7 +38,7 @@ class Slots:
         self.tables = SlotTables.allocate(count, vocab, device)
         self.table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
         self._params = SlotParams(self.tables)
-        self._places: dict[Sequence, Place] = {}  # the one used longest ago comes first
+        self._places: dict[Sequence, Place] = {}  # the one that came first is first
         self._free = list(range(count - 1, -1, -1))
         self._fresh: list[tuple[int, int, int]] = []  # (slot, index, block id) not sent yet
 
@@ -63,7 +64,8 @@ class Slots:
             slot, submit.sampling, submit.stop_ids, seq.index,
             submit.prompt, seq.tokens[len(submit.prompt) :],
         )  # fmt: skip
-        place = self._places[seq] = Place(slot, seq.preempted, flags)
+        least = seq.prompt_len + seq.sampling.min_tokens
+        place = self._places[seq] = Place(slot, seq.preempted, flags, least)
         return place
 
     def _evicted(self) -> int:
@@ -86,10 +88,11 @@ class Slots:
         if not self._fresh:
             return
         device = self.table.device
-        fresh, self._fresh = self._fresh, []
+        fresh = self._fresh
         count = len(fresh)
         packed = torch.tensor([*zip(*fresh, strict=True), (count,) * count], dtype=torch.int32)
         if device.type == "cuda":
             packed = packed.pin_memory()
         sent: Tensor = packed.to(device, non_blocking=True)
         update_table(self.table, sent[0], sent[1], sent[2], sent[3])
+        self._fresh = []  # only now: a transfer that failed is made again
