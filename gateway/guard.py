@@ -290,7 +290,7 @@ class GuardedProtocol(H11Protocol):
         """Answer with `error` if no response has begun, and end the connection either way."""
         self._stop_clock()
         self._unset_keepalive_if_required()
-        self._metrics.socket_refusals += 1
+        self._metrics.refused_at_socket()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # the app's own answer must not follow ours
             self.cycle.message_event.set()

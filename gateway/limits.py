@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from gateway.errors import BadRequest, PayloadTooLarge, QueueFull, UnsupportedMediaType
+from gateway.sheet import Share
 
 _BOM = b"\xef\xbb\xbf"
 _syntax = msgspec.json.Decoder(msgspec.Raw)  # walks the whole text, builds nothing
@@ -102,7 +103,9 @@ def _where(said: str) -> str:
 class Admission:
     """The bounded queue: requests that wait for their first token, and all that are open.
 
-    The decision falls before the 200.  One event loop only: it takes no locks.
+    The decision falls before the 200.  One event loop only: it takes no locks.  The limits are the
+    server's: with several workers the places that the others hold count too.  Two of them may take
+    the last place at the same moment, so a limit can be passed by the number of workers less one.
     """
 
     def __init__(
@@ -111,7 +114,9 @@ class Admission:
         tokens: int,
         open_requests: int,
         clock: Callable[[], float] = time.monotonic,
+        share: Share | None = None,
     ) -> None:
+        """`share` is a worker's view of the others."""
         self.queued = 0  # requests without a token
         self.queued_tokens = 0  # prompt tokens of those
         self.open = 0  # all requests that hold a ticket
@@ -119,6 +124,7 @@ class Admission:
         self._tokens = tokens
         self._open_requests = open_requests
         self._clock = clock
+        self._share = share
         self._wait_s = 0.5  # smoothed time to the first token; tells refused callers when to return
 
     def enter(self, prompt_tokens: int) -> Ticket:
@@ -127,17 +133,27 @@ class Admission:
         self.queued += 1
         self.queued_tokens += prompt_tokens
         self.open += 1
+        self._tell()
         return Ticket(self, prompt_tokens, self._clock())
 
     def check_room(self, prompt_tokens: int = 1) -> None:
         """Raise QueueFull when such a prompt would find no place now; cheap, takes none."""
-        if self.queued >= self._requests:
+        queued, tokens, opened = self.queued, self.queued_tokens, self.open
+        if self._share is not None:
+            elsewhere = self._share.places_elsewhere()
+            queued, tokens = queued + elsewhere[0], tokens + elsewhere[1]
+            opened += elsewhere[2]
+        if queued >= self._requests:
             self._refuse(f"{self._requests:,} requests wait already, the limit of this server")
         # An empty queue takes any prompt: a limit below the context must not lock a request out.
-        if self.queued and self.queued_tokens + prompt_tokens > self._tokens:
+        if queued and tokens + prompt_tokens > self._tokens:
             self._refuse(f"the waiting prompts would exceed {self._tokens:,} tokens, the limit")
-        if self.open >= self._open_requests:
+        if opened >= self._open_requests:
             self._refuse(f"{self._open_requests:,} requests are open already, the limit")
+
+    def _tell(self) -> None:
+        if self._share is not None:
+            self._share.tell_places(self.queued, self.queued_tokens, self.open)
 
     def _refuse(self, why: str) -> None:
         wait = min(max(self._wait_s, 0.25), 30.0)
@@ -147,6 +163,11 @@ class Admission:
         self.queued -= 1
         self.queued_tokens -= prompt_tokens
         assert self.queued >= 0 and self.queued_tokens >= 0, "a ticket left the queue twice"
+        self._tell()
+
+    def _close(self) -> None:
+        self.open -= 1
+        self._tell()
 
     def _observe(self, entered: float) -> float:
         waited = self._clock() - entered
@@ -188,7 +209,7 @@ class Ticket:
             self._admission._dequeue(self._prompt_tokens)
         if self._open:
             self._open = False
-            self._admission.open -= 1
+            self._admission._close()
 
     def __enter__(self) -> Ticket:
         return self

@@ -1,16 +1,15 @@
 """What the gateway counts, and the page at /metrics.  No value of a caller is ever a label.
 
 One registry a gateway, fed by the event loop and by the engine's Stats snapshots.  Observing
-costs a bisect and two additions, no locks; prometheus-client only writes the page.
+costs a bisect and two additions, no locks; prometheus-client only writes the page.  With several
+workers the page is the whole server's, whichever of them is asked: see sheet.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,32 +20,12 @@ from prometheus_client.core import (
 )
 
 from engine.messages import Stats
+from gateway.counts import FINISHES, PHASES, REJECTIONS, Counts
 from gateway.link import Link
 from gateway.sessions import Session
+from gateway.sheet import EngineView, Share
 
 SAMPLE_S = 1.0
-PHASES = ("upload", "queued", "prefill", "decode", "end")  # where a client can leave
-FINISHES = ("stop", "length", "tool_calls", "abort", "error")
-REJECTIONS = (
-    "queue_full", "draining", "loading", "engine_unavailable", "engine_restarted",
-    "deadline_exceeded", "connections", "other",
-)  # fmt: skip
-
-_FIRST = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
-    80, 160, 640, 2560,
-)  # fmt: skip
-_GAP = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5,
-    7.5, 10, 20, 40, 80,
-)  # fmt: skip
-_REQUEST = (
-    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480,
-    960, 1920, 7680,
-)  # fmt: skip
-_TOKENS = (
-    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
-)  # fmt: skip
 
 # Counter name -> (field of Stats, help).
 _ENGINE_COUNTERS = {
@@ -68,31 +47,6 @@ _ENGINE_GAUGES = {
     "slipstream:sessions": ("sessions", "Sessions that the engine knows."),
     "slipstream:sessions_pinned": ("sessions_pinned", "Sessions pinned over a tool gap."),
 }
-
-
-class Histogram:
-    """Counts by upper bound, and a sum."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = tuple(float(bound) for bound in bounds)
-        self.counts = [0] * (len(bounds) + 1)  # the last: beyond all bounds
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it) as the page wants them."""
-        total = 0
-        found: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            total += count
-            found.append(("+Inf" if bound == float("inf") else str(bound), total))
-        return found
 
 
 class EngineTotals:
@@ -117,36 +71,29 @@ class EngineTotals:
 class Metrics:
     """All counters of one gateway; every method is cheap and runs on the event loop."""
 
-    def __init__(self, model: str, engine: str = "0") -> None:
+    def __init__(self, model: str, engine: str = "0", share: Share | None = None) -> None:
+        """`share` is a worker's: it has the numbers of the others, and of the engine."""
         self._labels = {"model_name": model, "engine": engine}
         self.engine = EngineTotals()
         self.link: Link | None = None
         self.loop_lag_s = 0.0
-        self.requests = 0
-        self.invalid_sessions = 0
-        self.socket_refusals = 0
-        self._finished = Counter(dict.fromkeys(FINISHES, 0))
-        self._rejected = Counter(dict.fromkeys(REJECTIONS, 0))
-        self._left = Counter(dict.fromkeys(PHASES, 0))
-        self._calls = Counter({"true": 0, "false": 0})
-        self._responses: Counter[str] = Counter()
-        self._first = Histogram(_FIRST)
-        self._gap = Histogram(_GAP)
-        self._queue = Histogram(_REQUEST)
-        self._total = Histogram(_REQUEST)
-        self._per_token = Histogram(_GAP)
-        self._prompt = Histogram(_TOKENS)
-        self._generated = Histogram(_TOKENS)
+        self._share = share
+        self._counts = counts = Counts()
+        if share is not None:
+            share.counted_before(counts)
+        self._plain, self._finished, self._left = counts.plain, counts.finished, counts.left
+        self._rejected = counts.rejected
+        self._first, self._gap = counts.first, counts.gap
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def request_started(self) -> None:
         """A generation request was understood."""
-        self.requests += 1
+        self._plain["requests"] += 1
 
     def queued(self, seconds: float) -> None:
         """From arrival to the engine's Admitted."""
-        self._queue.observe(seconds)
+        self._counts.queue.observe(seconds)
 
     def first_token(self, seconds: float) -> None:
         """From arrival to the first token."""
@@ -167,15 +114,15 @@ class Metrics:
     ) -> None:
         """A request ended; `reason` is one of FINISHES, `seconds` its whole time."""
         self._finished[reason if reason in FINISHES else "error"] += 1
-        self._total.observe(seconds)
-        self._prompt.observe(prompt_tokens)
-        self._generated.observe(generation_tokens)
+        self._counts.total.observe(seconds)
+        self._counts.prompt.observe(prompt_tokens)
+        self._counts.generated.observe(generation_tokens)
         if first_token_s is not None and generation_tokens > 1:
-            self._per_token.observe((seconds - first_token_s) / (generation_tokens - 1))
+            self._counts.per_token.observe((seconds - first_token_s) / (generation_tokens - 1))
 
     def tool_call(self, valid: bool = True) -> None:
         """A tool call was delivered whole; `valid` = its arguments satisfy their schema."""
-        self._calls["true" if valid else "false"] += 1
+        self._counts.calls["true" if valid else "false"] += 1
 
     def disconnect(self, phase: str) -> None:
         """A client left in one of PHASES."""
@@ -187,11 +134,15 @@ class Metrics:
 
     def session(self, session: Session) -> None:
         """A request named a session, or a value that had to be ignored."""
-        self.invalid_sessions += session.invalid
+        self._plain["invalid_sessions"] += session.invalid
+
+    def refused_at_socket(self) -> None:
+        """A request was turned away before there was one."""
+        self._plain["socket_refusals"] += 1
 
     def response(self, status: int) -> None:
         """A response began."""
-        self._responses[f"{status // 100}xx"] += 1
+        self._counts.responses[f"{status // 100}xx"] += 1
 
     def page(self) -> bytes:
         """The text exposition of everything."""
@@ -208,60 +159,74 @@ class Metrics:
             self._sample()
 
     def _sample(self) -> None:
-        if self.link is not None:
+        if self._share is not None:  # the page of another worker needs ours, and adds them up
+            self._share.tell_counts(self._counts, self.loop_lag_s)
+        elif self.link is not None:
             self.engine.feed(self.link.stats)
+
+    def _engine_view(self) -> EngineView:
+        link = self.link
+        if self._share is not None:
+            return self._share.engine()
+        if link is None:
+            return EngineView(time.monotonic(), 0, self.engine.totals, Stats())
+        heard = time.monotonic() - link.stats_age_s
+        return EngineView(heard, link.restarts, self.engine.totals, link.stats)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family; called by the registry."""
-        yield from self._engine_families()
-        yield from self._counter_families()
+        yield from self._engine_families(self._engine_view())
+        counts, lag_s = self._counts, self.loop_lag_s
+        if self._share is not None:
+            counts, lag_s = self._share.server_counts()
+        yield self._gauge("slipstream:event_loop_lag_seconds", "Late by.", lag_s)
+        yield from self._counter_families(counts)
         for name, what, histogram in (
-            ("vllm:time_to_first_token_seconds", "Arrival to first token.", self._first),
-            ("vllm:inter_token_latency_seconds", "Between frames of a choice.", self._gap),
-            ("vllm:request_time_per_output_token_seconds", "Mean per token.", self._per_token),
-            ("vllm:e2e_request_latency_seconds", "Arrival to the end.", self._total),
-            ("vllm:request_queue_time_seconds", "Arrival to admission.", self._queue),
-            ("vllm:request_prompt_tokens", "Prompt tokens a request.", self._prompt),
-            ("vllm:request_generation_tokens", "Generated tokens a request.", self._generated),
+            ("vllm:time_to_first_token_seconds", "Arrival to first token.", counts.first),
+            ("vllm:inter_token_latency_seconds", "Between frames of a choice.", counts.gap),
+            ("vllm:request_time_per_output_token_seconds", "Mean per token.", counts.per_token),
+            ("vllm:e2e_request_latency_seconds", "Arrival to the end.", counts.total),
+            ("vllm:request_queue_time_seconds", "Arrival to admission.", counts.queue),
+            ("vllm:request_prompt_tokens", "Prompt tokens a request.", counts.prompt),
+            ("vllm:request_generation_tokens", "Generated tokens a request.", counts.generated),
         ):
             family = HistogramMetricFamily(name, what, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
 
-    def _engine_families(self) -> Iterator[Metric]:
+    def _engine_families(self, view: EngineView) -> Iterator[Metric]:
         for name, (field, what) in _ENGINE_COUNTERS.items():
-            yield self._counter(name, what, self.engine.totals[field])
-        link = self.link
-        stats = Stats() if link is None else link.stats
+            yield self._counter(name, what, view.totals[field])
+        stats = view.stats
         for name, (field, what) in _ENGINE_GAUGES.items():
             yield self._gauge(name, what, getattr(stats, field))
         used = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used)
-        hello = None if link is None else link.hello
+        hello = None if self.link is None else self.link.hello
         if hello is not None:
             sizes = {"block_size": str(hello.block_size), "num_gpu_blocks": str(hello.blocks)}
             yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, sizes)
-        restarts, age = (0, 0.0) if link is None else (link.restarts, link.stats_age_s)
-        yield self._counter("slipstream:engine_restarts", "Engine restarts.", restarts)
+        age = max(0.0, time.monotonic() - view.heard)
+        yield self._counter("slipstream:engine_restarts", "Engine restarts.", view.restarts)
         yield self._gauge("slipstream:engine_heartbeat_age_seconds", "Silence of the engine.", age)
 
-    def _counter_families(self) -> Iterator[Metric]:
-        yield self._counter("slipstream:requests", "Generation requests.", self.requests)
-        yield self._gauge("slipstream:event_loop_lag_seconds", "Late by.", self.loop_lag_s)
-        for name, what, value in (
-            ("session_header_invalid", "Session values ignored.", self.invalid_sessions),
-            ("socket_refusals", "Requests refused at the socket.", self.socket_refusals),
+    def _counter_families(self, counts: Counts) -> Iterator[Metric]:
+        for name, what, kind in (
+            ("requests", "Generation requests.", "requests"),
+            ("session_header_invalid", "Session values ignored.", "invalid_sessions"),
+            ("socket_refusals", "Requests refused at the socket.", "socket_refusals"),
         ):
-            yield self._counter(f"slipstream:{name}", what, value)
-        for name, what, label, counts in (
-            ("vllm:request_success", "Requests ended.", "finished_reason", self._finished),
-            ("vllm:admission_rejections", "Turned away.", "reason", self._rejected),
-            ("slipstream:client_disconnects", "Clients that left.", "phase", self._left),
-            ("slipstream:tool_calls", "Tool calls delivered.", "valid", self._calls),
-            ("slipstream:http_responses", "Responses.", "status", self._responses),
+            yield self._counter(f"slipstream:{name}", what, counts.plain[kind])
+        responses = {kind: count for kind, count in counts.responses.items() if count}
+        for name, what, label, by_kind in (
+            ("vllm:request_success", "Requests ended.", "finished_reason", counts.finished),
+            ("vllm:admission_rejections", "Turned away.", "reason", counts.rejected),
+            ("slipstream:client_disconnects", "Clients that left.", "phase", counts.left),
+            ("slipstream:tool_calls", "Tool calls delivered.", "valid", counts.calls),
+            ("slipstream:http_responses", "Responses.", "status", responses),
         ):
             family = CounterMetricFamily(name, what, labels=[*self._labels, label])
-            for kind, count in counts.items():
+            for kind, count in by_kind.items():
                 family.add_metric([*self._labels.values(), kind], count)
             yield family
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.messages import Stats
-from gateway.metrics import EngineTotals, Histogram, Metrics
+from gateway.counts import Histogram
+from gateway.metrics import EngineTotals, Metrics
 from gateway.sessions import Session
 from tests.live import gateway, running
 from tests.scripted import Script, ScriptedLink
