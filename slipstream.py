@@ -355,14 +355,14 @@ def blocks(prompt: Path, other: Path | None, model: str) -> None:
     show_blocks(open_checkpoint(model).tokenizer_json, prompt.read_text(), before)
 
 
-def _engine_bench(what: str, model: str, seconds: float, out: Path) -> None:
+def _engine_bench(what: str, model: str, device: str, out: Path, **how: Any) -> None:
     from engine import bench
     from engine.checkpoint import open_checkpoint
     from gateway.poke import show_bench
 
-    config = _with_model(EngineConfig(model=""), model)
-    measure = {"decode": bench.decode, "prefill": bench.prefill}[what]
-    show_bench(what, measure(config, open_checkpoint(model), seconds), out)
+    config = _with_model(EngineConfig(model="", device=device), model)
+    measure: Any = {"decode": bench.decode, "prefill": bench.prefill}[what]
+    show_bench(what, measure(config, open_checkpoint(model), **how), out)
 
 
 cli.add_command(commands.bench(_engine_bench))

@@ -25,8 +25,22 @@ def timed(command: Command) -> Command:
                         help="Of each measurement, about.")(_folder(command))
 
 
-def bench(engine: Callable[[str, str, float, Path], None]) -> click.Group:
-    """The group; `engine(what, model, seconds, out)` measures a model: gateway/ runs none."""
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> list[int]:
+    try:
+        numbers = [int(one) for one in value.split(",")] if value is not None else []
+    except ValueError:
+        numbers = [0]
+    if value is not None and min(numbers) < 1:
+        raise click.BadParameter("give whole numbers above zero, with commas between them.")
+    return numbers
+
+
+_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto",
+                       show_default=True, help="auto is a GPU when there is one.")
+
+
+def bench(engine: Callable[..., None]) -> click.Group:
+    """The group; `engine(what, model, device, out, **how)` measures a model: gateway/ runs none."""
 
     @click.group()
     def bench() -> None:
@@ -35,6 +49,7 @@ def bench(engine: Callable[[str, str, float, Path], None]) -> click.Group:
         \b
         Examples:
           slipstream bench decode smollm2      ms a step, tok/s, % of what memory allows
+          slipstream bench decode smollm2 --device cuda --batches 1,32    each stage of a step
           slipstream bench prefill smollm2     tok/s by prompt length
           slipstream bench gateway             HTTP and SSE over a scripted engine
           slipstream bench serve --model smollm2 --clients 1,32    any OpenAI-compatible server
@@ -42,17 +57,25 @@ def bench(engine: Callable[[str, str, float, Path], None]) -> click.Group:
 
     @bench.command()
     @click.argument("model", default="smollm2")
+    @_device
+    @click.option("--batches", callback=_numbers, help="Sequences that decode together.  "
+                                                       "[default: 1,4,16; GPU: 1,8,32,128,200]")
+    @click.option("--context", type=click.IntRange(min=1),
+                  help="Tokens of each at the start.  [default: 128; GPU: 512]")
     @timed
-    def decode(model: str, seconds: float, out: Path) -> None:
-        """MODEL's ms a step and tok/s, beside what memory allows."""
-        engine("decode", model, seconds, out)
+    def decode(
+        model: str, device: str, batches: list[int], context: int | None, seconds: float, out: Path
+    ) -> None:
+        """MODEL's step and tok/s, beside what the machine allows; on a GPU stage by stage."""
+        engine("decode", model, device, out, seconds=seconds, batches=batches, context=context or 0)
 
     @bench.command()
     @click.argument("model", default="smollm2")
+    @_device
     @timed
-    def prefill(model: str, seconds: float, out: Path) -> None:
+    def prefill(model: str, device: str, seconds: float, out: Path) -> None:
         """MODEL's tok/s by prompt length, beside the arithmetic roof."""
-        engine("prefill", model, seconds, out)
+        engine("prefill", model, device, out, seconds=seconds)
 
     bench.add_command(gateway)
     bench.add_command(serve)
@@ -67,16 +90,6 @@ def gateway(seconds: float, out: Path) -> None:
     from gateway.poke import show_bench
 
     show_bench("gateway", measure(seconds), out)
-
-
-def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    try:
-        numbers = [int(one) for one in value.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise click.BadParameter("give whole numbers above zero, with commas between them.")
-    return numbers
 
 
 @click.command()

@@ -6,8 +6,10 @@ import asyncio
 import json
 
 import pytest
+from click.testing import CliRunner
 from tokenizers import Tokenizer
 
+import slipstream
 from engine.bench import decode, kv_values, parameters, prefill
 from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
@@ -110,3 +112,15 @@ def test_a_run_adds_one_json_line_with_all_its_rows(tmp_path, capsys):
     assert len(lines) == 2
     assert [row["what"] for row in json.loads(lines[1])["rows"]] == ["x", "y"]
     assert "target <= 2: missed" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_bench_hands_what_was_asked_for_to_the_engines_benchmark(tmp_path):
+    folder = write_llama(tmp_path / "model")
+    said = CliRunner().invoke(slipstream.cli, [
+        "bench", "decode", str(folder), "--device", "cpu", "--batches", "2,3", "--context", "9",
+        "--seconds", "0.05", "--out", str(tmp_path),
+    ])  # fmt: skip
+    assert said.exit_code == 0, said.output
+    assert "decode  2 sequences: step" in said.output and "decode  3" in said.output
+    assert len((tmp_path / "decode.jsonl").read_text().splitlines()) == 1

@@ -212,3 +212,9 @@ def test_doctor_reports_a_missing_model_and_fails(tmp_path):
     assert said.exit_code == 1
     assert "There is no model" in re.sub(r"\s+", " ", said.output)
     assert "Python" in said.output
+
+
+@pytest.mark.parametrize("batches", ["0", "1,x", "", "1,,2"])
+def test_bench_takes_batches_as_whole_numbers(batches):
+    said = run("bench", "decode", "m", "--batches", batches)
+    assert said.exit_code == 2 and "whole numbers above zero" in said.output
