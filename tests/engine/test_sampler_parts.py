@@ -122,11 +122,11 @@ CUTS = [
 def test_wide_cuts_draw_what_the_cpu_draws(monkeypatch, sampling, levels):
     narrow(monkeypatch)
     rng = torch.Generator().manual_seed(levels)
-    x = torch.randn(3, 1500, generator=rng) * torch.tensor([0.1, 1.0, 4.0])[:, None]
+    x = torch.randn(2, 1500, generator=rng) * torch.tensor([0.3, 3.0])[:, None]
     if levels:
         x = (x * levels).round() / levels  # many ties: the cut falls within equal values
     groups = [
-        Group(msgspec.structs.replace(sampling, seed=i), prompt=[0] * (i + 1)) for i in range(3)
+        Group(msgspec.structs.replace(sampling, seed=i), prompt=[0] * (i + 1)) for i in range(2)
     ]
     rows = [row for group in groups for row in group.rows()]
     expected = sample(x.double(), rows, None).tokens
@@ -144,8 +144,8 @@ def test_small_and_large_tiles_and_the_search_agree(monkeypatch):
 
 
 def test_more_best_tokens_than_the_tile_found_go_to_the_search(monkeypatch):
-    x = torch.randn(10, 1500, generator=torch.Generator().manual_seed(4)) * 0.1
-    groups = [Group(Sampling(top_k=24 + 3 * i, seed=i)) for i in range(10)]
+    x = torch.randn(1, 1500, generator=torch.Generator().manual_seed(4)).expand(8, -1) * 0.1
+    groups = [Group(Sampling(top_k=34, seed=i)) for i in range(8)]
     usual = run(x, groups).tokens()
     narrow(monkeypatch)
     assert run(x, groups).tokens() == usual
@@ -156,10 +156,10 @@ def test_a_mass_is_reached_to_the_last_bit_of_an_fp64(monkeypatch, small):
     if small:
         monkeypatch.setattr(sampler_filter, "SMALL", 2)
         monkeypatch.setattr(sampler_filter, "TILE", 2)
-    x = torch.full((12, 200), -90.0)
+    x = torch.full((7, 200), -90.0)
     x[:, [5, 9, 100, 150]] = 3.0
     for top_p, kept in ((0.5, {5, 9}), (0.5 + 1e-13, {5, 9, 100}), (0.75, {5, 9, 100})):
-        groups = [Group(Sampling(top_p=top_p, seed=i)) for i in range(12)]
+        groups = [Group(Sampling(top_p=top_p, seed=i)) for i in range(7)]
         assert set(run(x, groups).tokens()) == kept
 
 
@@ -168,22 +168,20 @@ def test_ids_of_18_bits_keep_their_places_in_the_order():
     x = torch.full((1, vocab), -50.0)
     best = [vocab - 1, 2**17, 2**17 - 1, 77]
     x[0, best] = torch.tensor([5.0, 5.0, 5.0, 4.5])
-    groups = [Group(Sampling(top_k=1)), Group(Sampling(top_p=0.5, seed=1))]
-    first, second = run(x.expand(2, -1), groups).tokens()
-    assert first == 2**17 - 1
-    assert second in (2**17 - 1, 2**17)
+    group = Group(Sampling(top_k=3, top_p=0.5, seed=1))
+    assert run(x, [group]).tokens()[0] in (2**17 - 1, 2**17)
 
 
 def test_a_cut_keeps_exactly_what_the_cpu_keeps(monkeypatch):
     """Flat weights and some seeds: what is kept is drawn at some time, and nothing else ever."""
     narrow(monkeypatch)
-    x = torch.full((12, 200), -30.0)
+    x = torch.full((6, 200), -30.0)
     x[:, 50:170] = 1.0  # 120 equal tokens: more than the tile
     for sampling, kept in ((Sampling(top_k=7), 7), (Sampling(top_p=0.03), 4)):
-        groups = [Group(msgspec.structs.replace(sampling, seed=i)) for i in range(12)]
+        groups = [Group(msgspec.structs.replace(sampling, seed=i)) for i in range(6)]
         assert set(run(x, groups).tokens()) <= set(range(50, 50 + kept))
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.016)):
-        groups = [Group(msgspec.structs.replace(sampling, seed=i)) for i in range(12)]
+        groups = [Group(msgspec.structs.replace(sampling, seed=i)) for i in range(6)]
         assert set(run(x, groups).tokens()) == {50, 51}
 
 
