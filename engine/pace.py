@@ -65,7 +65,9 @@ class Pace:
             return self._most
         if not self._costs:
             return min(self._most, FIRST)
-        limit = max(MARGIN * self._gap_s, STRETCH * self.expected(taken))
+        at = self._bucket(taken)
+        alone = self._costs[at] if self._seen[at] else 0.0  # a bound must not excuse a long step
+        limit = max(MARGIN * self._gap_s, STRETCH * alone)
         fits = bisect_right(self._costs, limit)
         room = self._sizes[fits - 1] - taken if fits else 0
         return min(self._most, max(LEAST, room))

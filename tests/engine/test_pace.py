@@ -123,6 +123,15 @@ def test_a_larger_step_never_costs_less_nor_more_than_its_tokens_are_worth():
         assert all(one >= two * (1 - 1e-9) for one, two in pairwise(rates))
 
 
+def test_a_whole_batch_of_prompts_says_nothing_good_of_a_step_with_streams():
+    """The first step of all is a large one; what streams cost alone is only bounded by it."""
+    pace = Pace(SIZES, GAP, 2048)
+    pace.observe(2048, large(2048))
+    assert pace.budget(3) == LEAST
+    pace.observe(3 + LEAST, large(80))
+    assert LEAST < pace.budget(3) <= GAP / large(80) * 80
+
+
 def test_what_was_not_seen_is_bounded_by_what_was():
     pace = Pace(SIZES, GAP, 2048)
     pace.observe(64, 0.004)
