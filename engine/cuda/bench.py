@@ -180,12 +180,13 @@ def stage_rows(
         took = found.times[stage] / steps
         if not took:
             continue
-        beside = _beside(floors[stage] * 1e6, took) if stage in floors else ""
+        floor = {"floor": floors[stage] * 1e6} if stage in floors else {}
+        beside = _beside(floor["floor"], took) if floor else ""
         if stage == OTHER:
             beside = ", ".join(sorted(known[:40] for known in found.unknown))
         if stage == GAPS:
             beside = f"{found.times[GAPS] / found.total:.0%} of the traced step"
-        yield row(f"{name}: {stage}", took, "us", beside)
+        yield {**row(f"{name}: {stage}", took, "us", beside), **floor}
     yield row(f"{name}: all stages", found.total / steps, "us", "a step while it is traced")
 
 
@@ -200,7 +201,7 @@ def host_rows(name: str, parts: dict[str, float], total: float, steps: int) -> I
 
 
 def _beside(floor: float, took: float) -> str:
-    return f"{floor / took:.0%} of the floor's speed, {floor:,.1f} us"
+    return f"{floor / took:.0%} of what the card allows, {floor:,.1f} us"
 
 
 # ---- measuring -----------------------------------------------------------------------------------

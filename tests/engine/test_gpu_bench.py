@@ -234,7 +234,8 @@ def test_decode_shows_every_stage_the_host_and_the_wait(folder, monkeypatch):
         at = f"decode {batch} x 20: "
         stages = {what.removeprefix(at): row for what, row in named.items() if what.startswith(at)}
         assert stages["down"]["value"] == pytest.approx(6 * layers)
-        assert "of the floor's speed" in str(stages["down"]["beside"])
+        assert "of what the card allows" in str(stages["down"]["beside"])
+        assert float(stages["down"]["floor"]) > 0 and "floor" not in stages["all stages"]
         summed = sum(float(stages[stage]["value"]) for stage in STAGES if stage in stages)
         assert summed == pytest.approx(stages["all stages"]["value"])
         assert stages["wait of a step for its host"]["value"] == pytest.approx(0.75)
