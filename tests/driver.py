@@ -17,7 +17,11 @@ Answers = dict[tuple[str, int], list[int]]
 def make(
     folder: Path, *, blocks: int = 256, drafts=None, head=None, depth: int = 0, **settings
 ) -> Engine:
-    """An fp64 engine on a tiny checkpoint; `depth` steps may fly while the next is launched."""
+    """An fp64 engine on a tiny checkpoint; `depth` steps may fly while the next is launched.
+
+    On the CPU also where there is a GPU, unless a `device` is asked for.
+    """
+    settings.setdefault("device", "cpu")
     settings.setdefault("max_sequences", min(64, settings.get("max_batch_tokens", 512) - 1))
     config = EngineConfig(
         model=str(folder), dtype="float64", threads=1, cache=CacheConfig(blocks=blocks), **settings

@@ -1,0 +1,159 @@
+"""One engine on a real card that many properties share, and what they compare.  Claims nothing."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec.structs import replace
+
+from cache.config import CacheConfig
+from engine.checkpoint import open_checkpoint
+from engine.config import EngineConfig
+from engine.loop import Engine
+from engine.messages import Sampling, Submit
+from engine.pace import Pace
+from tests.driver import Run
+from tests.proposers import ForcedDrafts
+
+ROWS = 128  # of a step, up to which bits are promised
+PROMPT = 129  # tokens: two full blocks for the cache, and the one that every run computes itself
+BLOCKS = 8000  # so many that no prompt leaves the cache
+DRAWS = [
+    Sampling(temperature=0.0, logprobs=0),
+    Sampling(temperature=1.0, logprobs=0),
+    Sampling(temperature=0.9, top_p=0.9, logprobs=0),
+]
+
+Bits = dict[tuple[str, int], list[tuple[int, float]]]  # (token, its log-probability) in order
+
+
+def record(what: str, text: str) -> None:
+    print(f"\ncard: {what}: {text}")
+
+
+@dataclass
+class Rig:
+    """One engine for many properties, and what each request gives when it runs alone."""
+
+    name: str
+    engine: Engine
+    known: Bits = field(default_factory=dict)
+
+    @contextmanager
+    def using(self, *, drafts=None, depth: int = 1, **settings):
+        """Other settings, as if the engine had been made with them; nothing may run meanwhile."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        assert not engine.busy
+        before = engine.config, scheduler.pace, engine._drafts, engine.runner.depth
+        engine.config = scheduler.config = replace(before[0], **settings)
+        scheduler.pace = Pace([1], 0.0, engine.config.mixed_tokens)
+        engine._drafts, engine.runner.depth = drafts, depth
+        try:
+            yield engine
+        finally:
+            engine.config, scheduler.pace, engine._drafts, engine.runner.depth = before
+            scheduler.config = before[0]
+
+    def run(self, *submits: Submit, disturb=None) -> Bits:
+        """All at once to the end; the pool must be whole again."""
+        run = Run(self.engine).put(*submits).drain(disturb=disturb)
+        assert not run.failed and not run.refused, (run.failed, run.refused)
+        assert self.engine.pool.used == 0
+        return {key: self.bits(run, key) for key in run.tokens}
+
+    @staticmethod
+    def bits(run: Run, key: tuple[str, int]) -> list[tuple[int, float]]:
+        return [
+            (token, entry.logprob)
+            for out in run.outs[key]
+            for token, entry in zip(out.tokens, out.logprobs, strict=True)
+        ]
+
+    def alone(self, *submits: Submit) -> Bits:
+        """One request after the other, each on the KV that its prompt got in the cache."""
+        for submit in submits:
+            key = (submit.id, 0)
+            if key not in self.known:
+                self.run(replace(submit, max_tokens=1))  # fills the cache
+                self.known |= self.run(submit)
+        return {(submit.id, 0): self.known[submit.id, 0] for submit in submits}
+
+    def asks(self, count: int) -> list[Submit]:
+        """Requests that end at different places, drawn in three ways."""
+        return [
+            Submit(f"r{i}", self.prompt(PROMPT, i), 16 + i % 17, replace(DRAWS[i % 3], seed=i))
+            for i in range(count)
+        ]
+
+    def prompt(self, length: int, seed: int) -> list[int]:
+        chance = random.Random(seed)
+        return [chance.randrange(self.engine.hello.vocab // 2) for _ in range(length)]
+
+    def widest(self) -> Widest:
+        return Widest(self.engine)
+
+
+class Widest:
+    """The most rows that a step had since it was made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rows, self.steps = 0, 0
+        forward = engine.runner.forward
+        launch = type(forward).launch
+
+        def launched(rows, places):
+            self.rows = max(self.rows, sum(row.count for row in rows))
+            self.steps += 1
+            launch(forward, rows, places)
+
+        forward.launch = launched
+
+
+def boot(model: str, tokens: int, warmed: int, mixed: int = 64) -> Engine:
+    """Graphs for all buckets up to `warmed` flat tokens; larger ones come when they are needed."""
+    from engine.cuda.runner import CudaRunner  # needs Triton
+
+    config = EngineConfig(
+        model=model, device="cuda", max_sequences=ROWS, max_batch_tokens=tokens,
+        mixed_tokens=mixed, max_drafts=8, cache=CacheConfig(blocks=BLOCKS),
+    )
+    warm = CudaRunner.warm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaRunner, "warm", lambda self: warm(self, warmed))
+        engine = Engine(config, open_checkpoint(model), drafts=ForcedDrafts())
+    assert len(engine.runner._graphs) > 20 and engine.runner.depth == 1
+    engine._drafts = None
+    return engine
+
+
+def tokens_of(bits: Bits) -> int:
+    return sum(len(text) for text in bits.values())
+
+
+def differing(found: Bits, wanted: Bits) -> list[tuple[tuple[str, int], int]]:
+    """Where each text that is not the wanted one leaves it: (key, index)."""
+    assert found.keys() == wanted.keys()
+    places = []
+    for key, text in wanted.items():
+        pairs = enumerate(zip(found[key], text, strict=False))
+        at = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
+        if at is None and len(found[key]) != len(text):
+            at = min(len(found[key]), len(text))
+        if at is not None:
+            places.append((key, at))
+    return places
+
+
+def tokens(bits: Bits) -> Bits:
+    """The same without log-probabilities."""
+    return {key: [(token, 0.0) for token, _ in text] for key, text in bits.items()}
+
+
+def gap(run: Run, key: tuple[str, int], at: int) -> float:
+    """Nats between the best two tokens of a greedy text's place."""
+    entries = [entry for out in run.outs[key] for entry in out.logprobs]
+    (_, best), (_, second) = entries[at].top[:2]
+    return round(best - second, 4)
