@@ -30,6 +30,7 @@ LOG2_E = 1.4426950408889634
 # Pages in flight a program, and warps, by head dimension.
 STAGES = {32: 3, 64: 4, 128: 3}
 WARPS = {32: 4, 64: 4, 128: 4}
+AT_ONCE = {32: 2, 64: 8, 128: 4}  # splits that a merge loads together: registers allow no more
 # Programs a multiprocessor: four times what it holds at once, so that those that end early (a last
 # split is short) are followed by others.  Measured on an H200 beside 2, 4 and 8.
 PROGRAMS = 16
@@ -113,8 +114,8 @@ def decode_attention(
         TILE=short_tile(group), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=size, SPLIT=split,
         LINES=LINES, TILES=TILES, STAGES=stages or STAGES[dim],
         PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-        OVERLAP=overlap, num_warps=warps or WARPS[dim], num_stages=stages or STAGES[dim],
-        **launch_options(overlap),
+        OVERLAP=overlap, AT_ONCE=AT_ONCE[dim], num_warps=warps or WARPS[dim],
+        num_stages=stages or STAGES[dim], **launch_options(overlap),
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def _short_kernel(
     partial, stats, arrived, query_stride, out_stride, table_stride, items_stride, scale,
     TILE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, LINES: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program takes the items program_id(1), + workers, ... for KV head program_id(0)."""
     head = tl.program_id(0)
@@ -170,7 +171,9 @@ def _short_kernel(
                 before = tl.atomic_add(arrived + base, 1, sem="acq_rel")
                 if before == splits - 1:
                     tl.store(arrived + base, 0)
-                    result = _merge(partial, stats, base, splits, live, KV_HEADS, DIM, LINES)
+                    result = _merge(
+                        partial, stats, base, splits, live, KV_HEADS, DIM, LINES, AT_ONCE
+                    )
                     tl.store(out_at, result.to(out.dtype.element_ty), mask=live)
     release(OVERLAP)
 
@@ -247,26 +250,37 @@ def _attend(
 @triton.jit
 def _merge(
     partial, stats, base, splits, live,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, LINES: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, LINES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over all splits of a tile, summed from split 0 upwards."""
+    """The softmax over all splits of a tile, summed from split 0 upwards.
+
+    AT_ONCE splits are asked for together: a lone row's merge is all latency.
+    """
     line = tl.arange(0, LINES)
     at = line[:, None] * DIM + tl.arange(0, DIM)[None, :]
     top = tl.full([LINES], float("-inf"), tl.float32)
     # .cg: other programs wrote these, so they must come from the cache that all share.
-    for split in tl.range(0, splits, loop_unroll_factor=4):
-        cell = stats + (base + split * KV_HEADS) * (2 * LINES)
-        top = tl.maximum(top, tl.load(cell + line, cache_modifier=".cg"))
+    for begin in tl.range(0, splits, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            cell = stats + (base + (begin + i) * KV_HEADS) * (2 * LINES)
+            there = line * 0 + begin + i < splits
+            own = tl.load(cell + line, mask=there, other=float("-inf"), cache_modifier=".cg")
+            top = tl.maximum(top, own)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, DIM], tl.float32)
-    for split in tl.range(0, splits, loop_unroll_factor=4):
-        cell = base + split * KV_HEADS
-        own = stats + cell * (2 * LINES)
-        share = tl.exp2(tl.load(own + line, cache_modifier=".cg") - top)
-        total += tl.load(own + LINES + line, cache_modifier=".cg") * share
-        part = tl.load(
-            partial + cell * (LINES * DIM) + at, mask=live, other=0.0, cache_modifier=".cg"
-        )
-        acc += part * share[:, None]
+    for begin in tl.range(0, splits, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            cell = base + (begin + i) * KV_HEADS
+            own = stats + cell * (2 * LINES) + line
+            there = line * 0 + begin + i < splits
+            height = tl.load(own, mask=there, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.load(own + LINES, mask=there, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                partial + cell * (LINES * DIM) + at, mask=live & there[:, None], other=0.0,
+                cache_modifier=".cg",
+            )
+            share = tl.exp2(height - top)
+            total += weight * share
+            acc += part * share[:, None]
     return acc / total[:, None]
