@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.cuda.events import event
 from engine.kernels.matmul import Tile, gate, product
+from engine.kernels.norm import norm
 from engine.kernels.overlap import OVERLAPS
 from engine.layers import Linear
 
@@ -28,7 +29,7 @@ log = logging.getLogger("engine.cuda.picks")
 INVARIANT = 128  # rows up to which a row's bits must not depend on how many rows there are
 CLEARLY = 0.9  # of the time of the best invariant candidate
 WORKING_SET = 160 << 20  # bytes of weights a measurement cycles through: well beyond the L2 cache
-ROUNDS = 3
+ROUNDS = 4
 LAUNCH_MS = 0.002  # what the rotation costs when it is a kernel of its own
 
 # (bn, bk, warps, stages) by rows of x: what won for some shape and row count when all of 48 were
@@ -122,11 +123,14 @@ class Picks:
         out = torch.zeros(rows, width, device=self.device, dtype=getattr(torch, kind))
         both = out.new_empty(rows, columns) if epilogue == "gate" else None
 
-        def runs(pick: Pick) -> Callable[[], None]:
-            residual = out if epilogue == "add" else None
+        source, gain = torch.randn_like(x), torch.ones_like(x[0])
+        residual = out if epilogue == "add" else None
 
+        def runs(pick: Pick) -> Callable[[], None]:
             def run() -> None:
                 for weight in few:
+                    if rows <= INVARIANT:  # there latency counts, so measure behind a small kernel
+                        norm(source, gain, x, 1e-5, overlap=OVERLAPS)
                     _launch(pick, x, weight, None, out, residual, both)
 
             return run

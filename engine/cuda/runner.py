@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.cuda.events import stream
+from engine.cuda.events import event, stream
 from engine.cuda.forward import Forward, Limits, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.ops import KernelOps
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
+BLOCKING = 16  # sequences from which the host sleeps for a step instead of spinning
 PLAIN = Needs()
 FILTERED = Needs(filters=True)
 
@@ -61,6 +62,8 @@ class CudaFlight(Flight):
     """What is kept of a step between its phases."""
 
     draw: Draw | None = None
+    begun: torch.cuda.Event | None = None
+    ended: torch.cuda.Event | None = None
 
 
 class CudaRunner:
@@ -138,6 +141,7 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """See StepRunner.  Fresh blocks are not cleared: the kernels mask what was not written."""
+        begun = self._recorded(len(plan.rows))
         with self._on_stream():
             for source, target in plan.copies:
                 self.pages.copy(source, target)
@@ -147,7 +151,7 @@ class CudaRunner:
             self.slots.upload()
             draw = self.settling.prepare(plan.rows, places)
             self.forward.launch(plan.rows, places)
-        flight = CudaFlight(plan, draw=draw)
+        flight = CudaFlight(plan, draw=draw, begun=begun)
         self._flights.append(flight)
         return flight
 
@@ -167,6 +171,7 @@ class CudaRunner:
             with self._on_stream():
                 if flight.draw is not None:
                     self.settling.launch(flight.draw)
+                flight.ended = self._recorded(len(flight.plan.rows))
                 if self.head is not None:
                     self._read(flight)
                     taps = self.forward.taps
@@ -191,6 +196,9 @@ class CudaRunner:
 
     def _read(self, flight: CudaFlight) -> None:
         """Wait for a step's results and cut them by row."""
+        if flight.begun is not None and flight.ended is not None:
+            flight.ended.synchronize()
+            flight.seconds = flight.begun.elapsed_time(flight.ended) / 1e3
         tokens: list[int] = []
         if flight.draw is not None:
             tokens, flight.logprobs = self.settling.collect(flight.draw)
@@ -200,6 +208,14 @@ class CudaRunner:
             end = begin + (len(row.draft) + 1 if row.last else 0)
             drawn.append(tokens[begin:end])
             begin = end
+
+    def _recorded(self, rows: int) -> torch.cuda.Event | None:
+        """An event at the stream's present end; None where there is no stream."""
+        if self._stream is None:
+            return None
+        marked = event(timing=True, blocking=rows >= BLOCKING)
+        marked.record(self._stream)
+        return marked
 
     def forget(self, seq: Sequence) -> None:
         """See StepRunner."""
@@ -218,6 +234,7 @@ class CudaRunner:
     def warm(self, tokens: int | None = None) -> None:
         """Pick, compile and capture the buckets up to `tokens` flat tokens; None = all."""
         with self._on_stream():
+            self.slots.warm()
             for size in self.forward.sizes:
                 if tokens is None or size <= tokens:
                     self.forward.warm(size, chunks=False)

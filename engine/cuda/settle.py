@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine.cuda.buckets import bucket, sizes
-from engine.cuda.events import event
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.picks import Picks
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from engine.models import Model
     from engine.plan import Row
 
-BLOCKING = 16  # rows from which the host sleeps for a step instead of spinning
-
 
 @dataclass(slots=True)
 class Draw:
@@ -49,7 +46,6 @@ class Draw:
     wanted: list[int]  # logprobs asked for by each row, -1 = none
     masked: bool = False
     home: int = 0  # number of the result buffer
-    done: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +168,6 @@ class Settling:
             for name in ("own", "best_ids", "best_values"):
                 source: Tensor = getattr(results, name)
                 getattr(home, name)[:count].copy_(source[:count], non_blocking=True)
-        if self._x.device.type == "cuda":
-            draw.done = event(blocking=count >= BLOCKING)
-            draw.done.record()
 
     def _run(self, size: int, needs: Needs, masked: bool) -> None:
         made = self._buckets[size]
@@ -201,9 +194,7 @@ class Settling:
         self._run(size, needs, masked)
 
     def collect(self, draw: Draw) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Wait for the step; its tokens (-1 = none), and their logprobs, or [] if nobody asked."""
-        if draw.done is not None:
-            draw.done.synchronize()
+        """Tokens of a step that is done (-1 = none), their logprobs, or [] if nobody asked."""
         home = self._homes[draw.home]
         tokens: list[int] = home.tokens[: draw.count].tolist()
         if not draw.needs.logprobs:

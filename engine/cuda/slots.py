@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kernels.embed import update_table
 from engine.kernels.sampler_tables import SlotParams, SlotTables
+from engine.messages import Sampling
 
 if TYPE_CHECKING:
     from engine.sequence import Sequence
@@ -81,6 +82,12 @@ class Slots:
         place = self._places.pop(seq, None)
         if place is not None:
             self._free.append(place.slot)
+
+    def warm(self) -> None:
+        """Compile what `upload` needs, on the slot that belongs to nobody."""
+        self._params.write(self.count, Sampling(), [], 0, [], [])
+        self._fresh.append((self.count, 0, 0))
+        self.upload()
 
     def upload(self) -> None:
         """Send what `place` noted to the device, in stream order."""
