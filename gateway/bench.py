@@ -6,20 +6,30 @@ Three processes: this one is the client (gateway/load.py), `python -m gateway.be
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gateway import load
+from engine.messages import Hello
+from gateway import http, load
+from gateway.app import build
+from gateway.config import GatewayConfig
 from gateway.processes import cpu_s, resident
+from gateway.prompt import Prompts
+from gateway.socket_link import SocketLink
+from gateway.state import Gateway
+from gateway.tools import pick
+from gateway.worker import Part
+from gateway.workers import Program, Workers
 
 Row = dict[str, object]  # what, value, unit, beside
 STREAMS, STEP_MS = 200, 20.0  # 200 streams of 50 tokens a second
@@ -170,29 +180,43 @@ def byte_tokenizer() -> str:
 
 
 def main() -> int:
-    """`python -m gateway.bench OPTIONS`: serve a scripted engine that gets these options."""
-    from engine.messages import Hello
-    from gateway import http
-    from gateway.app import build
-    from gateway.config import GatewayConfig
-    from gateway.prompt import Prompts
-    from gateway.socket_link import SocketLink
-    from gateway.state import Gateway
-    from gateway.tools import pick
-
+    """`python -m gateway.bench OPTIONS`: serve a scripted engine that gets the other options."""
+    parser = argparse.ArgumentParser(prog="gateway.bench", allow_abbrev=False)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--control", type=int, help="given to a worker by its server")
+    given, options = parser.parse_known_args()
     _raise_file_limit()
     config = GatewayConfig(port=0, access_log=False, drain_delay_s=0, drain_timeout_s=1)
+    engine = Program([sys.executable, "-P", "-m", "engine.scripted", *options])
+    if given.control is not None:
+        return _work(config, Part.receive(given.control))
+    if given.workers > 1:
+        worker = Program([sys.executable, "-P", "-m", "gateway.bench"])
+        sockets = http.bind_shared(config.host, 0, given.workers, config.backlog)
+        on_ready = _say(sockets[0].getsockname()[1])
+        return Workers(config, engine, worker, sockets, on_ready=on_ready).run()
     sock = http.bind(config.host, config.port, config.backlog)
+    link = SocketLink(engine.command, on_ready=_say(sock.getsockname()[1]))
+    gateway = Gateway.open(config, link, _prompts(), MODEL)
+    return http.serve(build(gateway), gateway, sock=sock)
 
-    def on_ready(hello: Hello) -> None:
-        sys.stdout.write(f"port {sock.getsockname()[1]}\n")
+
+def _say(port: int) -> Callable[[Hello], None]:
+    def on_ready(_: Hello) -> None:
+        sys.stdout.write(f"port {port}\n")
         sys.stdout.flush()
 
-    command = [sys.executable, "-P", "-m", "engine.scripted", *sys.argv[1:]]
-    link = SocketLink(command, on_ready=on_ready)
-    prompts = Prompts(byte_tokenizer(), None, max_len=1 << 20, format=pick(None, None))
-    gateway = Gateway.open(config, link, prompts, MODEL)
-    return http.serve(build(gateway), gateway, sock=sock)
+    return on_ready
+
+
+def _prompts() -> Prompts:
+    return Prompts(byte_tokenizer(), None, max_len=1 << 20, format=pick(None, None))
+
+
+def _work(config: GatewayConfig, part: Part) -> int:
+    link = part.link()
+    gateway = Gateway.open(part.config(config), link, _prompts(), MODEL, shared=part.shared())
+    return part.serve(build(gateway), gateway, link)
 
 
 if __name__ == "__main__":

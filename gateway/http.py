@@ -11,7 +11,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -34,10 +34,38 @@ class PortTaken(OSError):
 
 def bind(host: str, port: int, backlog: int = 2048) -> socket.socket:
     """A listening socket, bound before anything slow is loaded; raise PortTaken or OSError."""
+    return _bound(host, port, backlog)
+
+
+def bind_shared(host: str, port: int, count: int, backlog: int = 2048) -> list[socket.socket]:
+    """`count` listening sockets on one port, among which the kernel spreads the connections.
+
+    For several processes of one server (Linux).  Any other process of the same user could join a
+    port that is shared; see `check_free`.  Raise PortTaken or OSError.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            sockets.append(_bound(host, port, backlog, socket.SO_REUSEPORT))
+            port = sockets[0].getsockname()[1]  # the first one picks, when it is 0
+    except OSError:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise PortTaken when anybody listens there, be it on a shared port."""
+    _bound(host, port, 1).close()
+
+
+def _bound(host: str, port: int, backlog: int, *options: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for option in (socket.SO_REUSEADDR, *options):
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
         sock.bind((host, port))
         sock.listen(backlog)
     except OSError as error:
@@ -77,10 +105,12 @@ def serve(
     return 0
 
 
-def server(app: ASGIApp, gateway: Gateway) -> Server:
-    """The uvicorn server for this app, not yet running."""
+def server(
+    app: ASGIApp, gateway: Gateway, on_started: Callable[[], None] | None = None
+) -> Server:
+    """The uvicorn server for this app, not yet running; `on_started` is called once it serves."""
     own_the_shutdown()
-    return Server(settings(app, gateway), gateway)
+    return Server(settings(app, gateway), gateway, on_started)
 
 
 def settings(app: ASGIApp, gateway: Gateway) -> uvicorn.Config:
@@ -109,9 +139,13 @@ def settings(app: ASGIApp, gateway: Gateway) -> uvicorn.Config:
 class Server(uvicorn.Server):
     """uvicorn's server with our end: drain first, exit code 0, a second signal ends it at once."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+    def __init__(
+        self, config: uvicorn.Config, gateway: Gateway,
+        on_started: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(config)
         self._gateway = gateway
+        self._on_started = on_started
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -119,6 +153,12 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         with self._reload_on_hangup(self._loop):
             await super()._serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn: run the lifespan, then listen."""
+        await super().startup(sockets=sockets)
+        if self.started and self._on_started is not None:
+            self._on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM and SIGINT; runs between two bytecodes of the main thread."""

@@ -14,9 +14,19 @@ from gateway.errors import Draining, Loading, Unavailable
 from gateway.limits import Admission, Ticket
 from gateway.link import Link
 from gateway.metrics import Metrics
+from gateway.sheet import Share
 
 if TYPE_CHECKING:
     from gateway.prompt import Prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the workers of one server have in common."""
+
+    share: Share
+    secret: bytes  # names sessions and cache entries: another worker must find them
+    created: int  # Unix time
 
 
 @dataclass
@@ -43,15 +53,18 @@ class Gateway:
         prompts: Prompts,
         model: str,
         defaults: Sampling | None = None,
+        shared: Shared | None = None,
     ) -> Gateway:
         """The parts of a gateway, made from its settings; raise ConfigError.
 
         `defaults` is the model's own sampling, for what requests leave out; None = OpenAI's.
+        `shared` makes this gateway one of a server's workers.
         """
         config.check()
-        secret = load_secret(config.secret_file)
+        secret = load_secret(config.secret_file) if shared is None else shared.secret
+        share = None if shared is None else shared.share
         name = config.served_model_name or model
-        metrics = Metrics(name)
+        metrics = Metrics(name, share=share)
         metrics.link = link
         return cls(
             config=config,
@@ -67,8 +80,10 @@ class Gateway:
             drain=Drain(),
             defaults=defaults or Sampling(),
             admission=Admission(
-                config.max_queued_requests, config.max_queued_tokens, config.max_open_requests
+                config.max_queued_requests, config.max_queued_tokens, config.max_open_requests,
+                share=share,
             ),
+            created=int(time.time()) if shared is None else shared.created,
         )
 
     def admit(self, prompt_tokens: int) -> Ticket:

@@ -5,118 +5,15 @@ The gateway is `python -m gateway.bench`, as the benchmark starts it, its engine
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import psutil
 import pytest
 
-from engine.scripted import letter
 from gateway import http
 from tests.auditor import Auditor
-from tests.live import Answer, Live, drain
-
-ROOT = Path(__file__).resolve().parent.parent
-TOKEN = b'"content":"'
-LONG = 1_000_000
-
-
-class Served(Live):
-    """The gateway's process and the engine that it started."""
-
-    process: subprocess.Popen[str]
-
-    def send(self, max_tokens: int, stream: bool = True) -> Client:
-        """A chat request on its own connection."""
-        body = json.dumps({
-            "model": "scripted", "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": max_tokens, "stream": stream,
-        }).encode()  # fmt: skip
-        sock = self.connect(15)
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
-        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        return Client(sock)
-
-    def engine(self) -> psutil.Process:
-        """The engine's process."""
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
-
-    def metric(self, name: str, label: str = "") -> float:
-        """The sum of a metric of /metrics over the series whose labels match."""
-        page = self.ask("GET", "/metrics").body.decode()
-        found = re.findall(rf"^{name}\{{[^}}]*{label}[^}}]*\}} (\S+)", page, re.M)
-        assert found, name
-        return sum(map(float, found))
-
-
-class Client:
-    """One connection, and what it has received."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.raw = b""
-        self.ended = 0.0  # when the last byte was here
-
-    def until(self, wanted: bytes) -> Client:
-        """Read until this has come."""
-        while wanted not in self.raw:
-            chunk = self.sock.recv(65536)
-            assert chunk, self.raw
-            self.raw += chunk
-        return self
-
-    def rest(self) -> Answer:
-        """Read to the end."""
-        self.raw += drain(self.sock)
-        self.ended = time.monotonic()
-        self.sock.close()
-        return Answer.of(self.raw)
-
-
-def letters(count: int) -> str:
-    return bytes(letter(position) for position in range(count)).decode()
-
-
-def content(answer: Answer) -> str:
-    """The text of an unstreamed answer."""
-    assert answer.status == 200, answer.body
-    text: str = json.loads(answer.body)["choices"][0]["message"]["content"]
-    return text
-
-
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def served(*engine_options: str) -> Iterator[Served]:
-    """A server whose scripted engine has these options."""
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "gateway.bench", *engine_options], stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline().removeprefix("port "))
-            live = Served(port, None, None, None)  # type: ignore[arg-type]
-            live.process = process
-            yield live
-        finally:
-            process.kill()
+from tests.served import LONG, TOKEN, Client, content, letters, served, until
 
 
 def test_a_signal_under_load_ends_every_stream_properly_and_the_process_with_zero():
