@@ -105,34 +105,34 @@ def test_every_count_has_a_bucket_that_wastes_little(most):
 
 
 def test_arrays_of_a_layout_lie_apart_and_host_and_device_agree():
-    layout = Layout({"one": (1,), "flat": (7,), "pairs": (2, 5), "four": (4,), "tail": (3,)})
+    shapes = {"one": (1,), "flat": (7,), "pairs": (2, 5), "four": (4,), "tail": (3,)}
+    layout = Layout(shapes)
+    places = layout.device(torch.arange(layout.words))
+    words = torch.cat([place.flatten() for place in places.values()]).tolist()
+    assert len(set(words)) == len(words) and max(words) < layout.words
+    assert all(place.flatten()[0] % ALIGN == 0 for place in places.values())
     mirror = Mirror(layout.words + 8, 3, torch.device(DEVICE))
-    seen = set()
-    for name, shape in layout.shapes.items():
-        at = layout.offsets[name]
-        words = set(range(at, at + int(np.prod(shape))))
-        assert at % ALIGN == 0 and not words & seen and max(words) < layout.words
-        seen |= words
-    number, staged = mirror.next()
-    for i, array in enumerate(layout.host(staged).values()):
+    number = mirror.next()
+    for i, array in enumerate(mirror.hosts(layout)[number].values()):
         array[...] = np.arange(array.size).reshape(array.shape) + 100 * i
     mirror.send(number, layout.words)
     for i, (name, array) in enumerate(layout.device(mirror.buffer).items()):
-        assert tuple(array.shape) == layout.shapes[name]
+        assert tuple(array.shape) == shapes[name]
         assert (array.flatten().cpu() == torch.arange(array.numel()) + 100 * i).all()
     assert not mirror.buffer[layout.words :].any(), "more was sent than asked for"
 
 
 def test_a_mirrors_host_buffers_take_turns():
+    layout = Layout({"all": (4,)})
     mirror = Mirror(4, 3, torch.device(DEVICE))
-    numbers = []
+    hosts, numbers = mirror.hosts(layout), []
     for value in range(6):
-        number, staged = mirror.next()
-        assert staged is mirror.array(number)
-        staged[:] = value
-        numbers.append(number)
+        numbers.append(mirror.next())
+        hosts[numbers[-1]]["all"][:] = value
     assert sorted(numbers[:3]) == [0, 1, 2] and numbers[3:] == numbers[:3]
-    assert [mirror.array(n)[0] for n in numbers[:3]] == [3, 4, 5]
+    for value, number in enumerate(numbers[3:], start=3):
+        mirror.send(number, 4)
+        assert mirror.buffer.tolist() == [value] * 4
 
 
 def test_without_capture_a_body_runs_every_time():
