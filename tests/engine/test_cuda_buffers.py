@@ -1,0 +1,62 @@
+"""Sizes, layouts, host buffers and graphs of a GPU's step, one by one.  Needs no GPU, no Triton."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cuda.buckets import bucket, sizes
+from engine.cuda.graphs import Graphs
+from engine.cuda.layout import ALIGN, Layout, Mirror
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 40, 256, 1000, 2048])
+def test_every_count_has_a_bucket_that_wastes_little(most):
+    found = sizes(most)
+    assert found == sorted(set(found)) and found[0] == 1 and found[-1] == most
+    for count in range(1, most + 1):
+        size = bucket(found, count)
+        assert count <= size <= most
+        assert size - count < max(8, count // 3), (count, size)
+        assert size == min(s for s in found if s >= count)
+
+
+def test_arrays_of_a_layout_lie_apart_and_host_and_device_agree():
+    shapes = {"one": (1,), "flat": (7,), "pairs": (2, 5), "four": (4,), "tail": (3,)}
+    layout = Layout(shapes)
+    places = layout.device(torch.arange(layout.words))
+    words = torch.cat([place.flatten() for place in places.values()]).tolist()
+    assert len(set(words)) == len(words) and max(words) < layout.words
+    assert all(place.flatten()[0] % ALIGN == 0 for place in places.values())
+    mirror = Mirror(layout.words + 8, 3, torch.device(DEVICE))
+    number = mirror.next()
+    for i, array in enumerate(mirror.hosts(layout)[number].values()):
+        array[...] = np.arange(array.size).reshape(array.shape) + 100 * i
+    mirror.send(number, layout.words)
+    for i, (name, array) in enumerate(layout.device(mirror.buffer).items()):
+        assert tuple(array.shape) == shapes[name]
+        assert (array.flatten().cpu() == torch.arange(array.numel()) + 100 * i).all()
+    assert not mirror.buffer[layout.words :].any(), "more was sent than asked for"
+
+
+def test_a_mirrors_host_buffers_take_turns():
+    layout = Layout({"all": (4,)})
+    mirror = Mirror(4, 3, torch.device(DEVICE))
+    hosts, numbers = mirror.hosts(layout), []
+    for value in range(6):
+        numbers.append(mirror.next())
+        hosts[numbers[-1]]["all"][:] = value
+    assert sorted(numbers[:3]) == [0, 1, 2] and numbers[3:] == numbers[:3]
+    for value, number in enumerate(numbers[3:], start=3):
+        mirror.send(number, 4)
+        assert mirror.buffer.tolist() == [value] * 4
+
+
+def test_without_capture_a_body_runs_every_time():
+    graphs, ran = Graphs(capture=False), []
+    for _ in range(3):
+        graphs.run("key", lambda: ran.append(1))
+    assert len(ran) == 3 and len(graphs) == 0 and "key" not in graphs
