@@ -142,8 +142,7 @@ def _gpu_runner(
         drafts=config.max_drafts if drafting else 0, timeline=timeline,
     )
     if device.type == "cuda":
-        with timeline.span("graphs"):
-            runner.warm()
+        runner.warm(timeline)
     return runner
 
 

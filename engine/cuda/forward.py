@@ -123,8 +123,7 @@ class Forward:
         self._graphs.run(("forward", size, chunks), body)
 
     def warm(self, size: int, *, chunks: bool) -> None:
-        """Pick, compile and capture a bucket, on a step without rows."""
-        self._picks.tune("layer", size)
+        """Run a bucket, or capture it, on a step without rows."""
         if chunks and not chunks_possible(size):
             return
         made = self._buckets[size]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +21,15 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @contextmanager
+    def dry(self) -> Iterator[None]:
+        """Within it bodies run each time and nothing is captured."""
+        capture, self.capture = self.capture, False
+        try:
+            yield
+        finally:
+            self.capture = capture
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
         """Do what `body` does: always the same launches for the same key, on fixed addresses.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.cuda.picks import Picks
+from engine.cuda.picks import Pick, Picks
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import SHORT
 from engine.kernels.chunk_attention import chunk_attention
@@ -70,6 +70,8 @@ class KernelOps:
         )
         self._cos = angles.cos().float().to(device).contiguous()
         self._sin = angles.sin().float().to(device).contiguous()
+        self._nowhere = torch.zeros(most, dtype=torch.int32, device=device)
+        picks.turn = self._trial
         self._views: StepViews | None = None
         self._count = self._chunks = self._taken = 0
 
@@ -99,14 +101,9 @@ class KernelOps:
         """See Ops."""
         step, count, pages = self._step, self._count, self._pages[layer]
         both, out = self._qkv[:count], self._mixed[:count]
-        turn = (pages, step.positions, step.kv, self._cos, self._sin)
         pick = self._picks.pick(qkv, f"turn{self._shape.head_dim}", count, both.dtype)
-        if pick is None:
-            self._picks.library(x, qkv, both)
-            rotate_and_store(both, *turn, pairs="neighbours", overlap=self._overlap)
-        else:
-            assert qkv.weight is not None
-            project(x, qkv.weight, both, *turn, pick, bias=qkv.bias, overlap=self._overlap)
+        assert qkv.weight is not None, "a packed weight cannot run here"
+        self._turn(pick, x, qkv.weight, qkv.bias, both, pages, step.positions, step.kv)
         decode_attention(
             both, pages, out, step.attention, self._scratch, scale=self._scale,
             split=self._split, workers=self._workers, overlap=self._overlap,
@@ -117,6 +114,24 @@ class KernelOps:
                 overlap=self._overlap,
             )
         return out
+
+    def _turn(
+        self, pick: Pick, x: Tensor, weight: Tensor, bias: Tensor | None, both: Tensor,
+        pages: Tensor, positions: Tensor, kv: Tensor,
+    ) -> None:  # fmt: skip
+        """Project, rotate, store, by one kernel or by cuBLAS and another: the same bits."""
+        turn = (pages, positions, kv, self._cos, self._sin)
+        if pick is not None:
+            project(x, weight, both, *turn, pick, bias=bias, overlap=self._overlap)
+            return
+        assert bias is None, "picks keep cuBLAS away from biases"
+        torch.mm(x, weight.t(), out=both)
+        rotate_and_store(both, *turn, pairs="neighbours", overlap=self._overlap)
+
+    def _trial(self, pick: Pick, x: Tensor, weight: Tensor, both: Tensor) -> None:
+        """For measuring: every token at position 0, stored in the first block."""
+        nowhere = self._nowhere[: x.shape[0]]
+        self._turn(pick, x, weight, None, both, self._pages[0], nowhere, nowhere)
 
     def add(self, x: Tensor, inner: Tensor, linear: Linear) -> Tensor:
         """See Ops; in place."""

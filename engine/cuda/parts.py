@@ -42,8 +42,14 @@ def sized_runner(
 
     if config.cache.given or device.type == "cpu":
         return runner(config.cache.pool_blocks(each), device.type == "cuda")
-    with timeline.span("largest step"):
-        peak = profile(lambda: runner(PROBE, False).largest(), device)
+    def probe() -> None:
+        trial = runner(PROBE, False)
+        with timeline.span("kernels"):
+            trial.compile()
+        with timeline.span("largest step"):
+            trial.largest()
+
+    peak = profile(probe, device)
     room = peak.kv_bytes(GRAPHS, config.gpu_memory_utilization)
     with timeline.span("pages"):
         return runner(config.cache.pool_blocks(each, room) - 1, True)

@@ -30,7 +30,6 @@ INVARIANT = 128  # rows up to which a row's bits must not depend on how many row
 CLEARLY = 0.9  # of the time of the best invariant candidate
 WORKING_SET = 160 << 20  # bytes of weights a measurement cycles through: well beyond the L2 cache
 ROUNDS = 4
-LAUNCH_MS = 0.002  # what the rotation costs when it is a kernel of its own
 
 # (bn, bk, warps, stages) by rows of x: what won for some shape and row count when all of 48 were
 # measured on an H200 (576- to 4096-wide layers, 1 to 128 rows).
@@ -59,6 +58,8 @@ class Picks:
     def __init__(self, device: torch.device, store: Path | None = None) -> None:
         """`store` keeps what was measured from one start to the next; None = nowhere."""
         self.device = device
+        #: How to project, rotate and store by a pick, on anything: for measuring it.
+        self.turn: Callable[[Pick, Tensor, Tensor, Tensor], None] | None = None
         self._weights: dict[str, dict[Key, list[Tensor]]] = {}  # by group
         self._chosen: dict[tuple[Key, int], Pick] = {}
         self._store = store if device.type == "cuda" else None
@@ -87,12 +88,6 @@ class Picks:
         # cuBLAS adds a bias before it rounds in ways that we have not compared.
         return self._first(rows) if found is CUBLAS and linear.bias is not None else found
 
-    @staticmethod
-    def library(x: Tensor, linear: Linear, out: Tensor) -> None:
-        """out = x W^T by cuBLAS, where `pick` said so."""
-        assert linear.weight is not None and linear.bias is None
-        torch.mm(x, linear.weight.t(), out=out)
-
     def note(self, group: str, linear: Linear, epilogue: str, kind: torch.dtype) -> None:
         """Say before anything runs that this product will be wanted, and with which others."""
         assert linear.weight is not None, "a packed weight cannot run here"
@@ -106,6 +101,39 @@ class Picks:
 
     # ---- measuring -------------------------------------------------------------------------------
 
+    def compile(self, group: str, rows: int) -> None:
+        """Name all kernels that `tune` may try; call within `compiling`."""
+        for key, weights in self._weights.get(group, {}).items():
+            if (key, rows) in self._chosen:
+                continue
+            x, out, both = self._operands(key, weights[0], rows)
+            for shape in CANDIDATES[height(rows)]:
+                if _fits(shape[0], key[2]):
+                    self._try(key, Tile(height(rows), *shape), x, weights[0], out, both)
+            if out.dtype == x.dtype:
+                self._try(key, CUBLAS, x, weights[0], out, both)
+
+    def _operands(
+        self, key: Key, weight: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, out and both of a product, x at random."""
+        columns, depth, epilogue, kind = key
+        x = torch.randn(rows, depth, device=self.device).to(weight.dtype)
+        width = columns // 2 if epilogue == "gate" else columns
+        out = torch.zeros(rows, width, device=self.device, dtype=getattr(torch, kind))
+        both = out.new_empty(rows, columns) if epilogue == "gate" else None
+        return x, out, both
+
+    def _try(
+        self, key: Key, pick: Pick, x: Tensor, weight: Tensor, out: Tensor, both: Tensor | None
+    ) -> None:
+        """The product as `key` wants it."""
+        if key[2].startswith("turn"):
+            assert self.turn is not None, "nobody said how to rotate"
+            self.turn(pick, x, weight, out)
+        else:
+            _launch(pick, x, weight, None, out, out if key[2] == "add" else None, both)
+
     def tune(self, group: str, rows: int) -> None:
         """Make sure that every noted product of the group has its pick for `rows` rows."""
         if self.device.type != "cuda":
@@ -116,22 +144,17 @@ class Picks:
                 self._changed = True
 
     def _best(self, key: Key, weights: list[Tensor], rows: int) -> Pick:
-        columns, depth, epilogue, kind = key
+        _, _, epilogue, kind = key
         few = weights[: max(2, WORKING_SET // weights[0].nbytes + 1)]
-        x = torch.randn(rows, depth, device=self.device).to(weights[0].dtype)
-        width = columns // 2 if epilogue == "gate" else columns
-        out = torch.zeros(rows, width, device=self.device, dtype=getattr(torch, kind))
-        both = out.new_empty(rows, columns) if epilogue == "gate" else None
-
+        x, out, both = self._operands(key, weights[0], rows)
         source, gain = torch.randn_like(x), torch.ones_like(x[0])
-        residual = out if epilogue == "add" else None
 
         def runs(pick: Pick) -> Callable[[], None]:
             def run() -> None:
                 for weight in few:
                     if rows <= INVARIANT:  # there latency counts, so measure behind a small kernel
                         norm(source, gain, x, 1e-5, overlap=OVERLAPS)
-                    _launch(pick, x, weight, None, out, residual, both)
+                    self._try(key, pick, x, weight, out, both)
 
             return run
 
@@ -144,26 +167,19 @@ class Picks:
         best = min(times, key=lambda pick: times[pick])
         if kind == str(x.dtype).removeprefix("torch."):
             library = _timed(runs(CUBLAS))
-            if epilogue.startswith("turn"):
-                library += LAUNCH_MS * len(few)
-            same = self._same(x, few[0], epilogue, best)
+            same = self._same(key, x, few[0], best)
             if library < times[best] * (1.0 if same else CLEARLY) and (same or rows > INVARIANT):
                 return CUBLAS
         return best
 
-    def _same(self, x: Tensor, weight: Tensor, epilogue: str, tile: Pick) -> bool:
+    def _same(self, key: Key, x: Tensor, weight: Tensor, tile: Pick) -> bool:
         """Whether cuBLAS gives the tile's bits."""
         results = []
         for pick in (tile, CUBLAS):
-            columns = weight.shape[0]
-            seeded = torch.Generator(x.device).manual_seed(1)
-            out = torch.randn(
-                x.shape[0], columns // 2 if epilogue == "gate" else columns,
-                device=x.device, generator=seeded,
-            ).to(x.dtype)
-            both = out.new_empty(x.shape[0], columns) if epilogue == "gate" else None
-            residual = out if epilogue == "add" else None
-            _launch(pick, x, weight, None, out, residual, both)
+            _, out, both = self._operands(key, weight, x.shape[0])
+            seeded = torch.Generator(self.device).manual_seed(1)
+            out.copy_(torch.randn(out.shape, device=self.device, generator=seeded))
+            self._try(key, pick, x, weight, out, both)
             results.append(out)
         return torch.equal(*results)
 

@@ -11,6 +11,7 @@ the host gave to another sequence is written by the old one's last step before t
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from engine.cuda.slots import Slots
 from engine.drafting import guess
 from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.decode_attention import workers as attention_workers
+from engine.kernels.launch import compiling
 from engine.kernels.sampler import Needs
 from engine.runner import Flight
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from engine.plan import Plan
     from engine.proposer import DeviceDraft
     from engine.sequence import Sequence
+    from engine.timeline import Timeline
 
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
@@ -231,22 +234,43 @@ class CudaRunner:
             self.settling.warm(self.settling.sizes[-1], FILTERED, masked=True)
 
     @torch.inference_mode()
-    def warm(self, tokens: int | None = None) -> None:
-        """Pick, compile and capture the buckets up to `tokens` flat tokens; None = all."""
+    def compile(self) -> None:
+        """Compile, on all cores, every kernel that a plan may need; quick where they are cached."""
+        with self._on_stream(), compiling(os.cpu_count() or 1), self._graphs.dry():
+            for group, size in self._products():
+                self.picks.compile(group, size)
+            self._buckets()
+
+    @torch.inference_mode()
+    def warm(self, timeline: Timeline) -> None:
+        """Pick products and capture all buckets; `timeline` gets a span for each of these."""
+        with timeline.span("kernels"):
+            self.compile()
         with self._on_stream():
-            self.slots.warm()
-            for size in self.forward.sizes:
-                if tokens is None or size <= tokens:
-                    self.forward.warm(size, chunks=False)
-                    self.forward.warm(size, chunks=True)
-            for size in self.settling.sizes:
-                if tokens is None or size <= tokens:
-                    for needs in (PLAIN, FILTERED):
-                        self.settling.warm(size, needs, masked=False)
-                        self.settling.warm(size, needs, masked=True)
-            self.picks.save()
+            with timeline.span("picks"):
+                self.slots.warm()
+                for group, size in self._products():
+                    self.picks.tune(group, size)
+                self.picks.save()
+            with timeline.span("graphs"):
+                self._buckets()
             if self._stream is not None:
                 self._stream.synchronize()
+
+    def _products(self) -> list[tuple[str, int]]:
+        """Groups of products, and the rows that they are run with."""
+        return [*(("layer", size) for size in self.forward.sizes),
+                *(("head", size) for size in self.settling.sizes)]
+
+    def _buckets(self) -> None:
+        """Run every bucket once, on no rows."""
+        for size in self.forward.sizes:
+            self.forward.warm(size, chunks=False)
+            self.forward.warm(size, chunks=True)
+        for size in self.settling.sizes:
+            for needs in (PLAIN, FILTERED):
+                for masked in (False, True):
+                    self.settling.warm(size, needs, masked=masked)
 
 
 def _processors(device: torch.device) -> int:

@@ -184,8 +184,7 @@ class Settling:
         self._graphs.run(("settle", size, needs, masked), body)
 
     def warm(self, size: int, needs: Needs, *, masked: bool) -> None:
-        """Pick, compile and capture a bucket, on a step without rows."""
-        self._picks.tune("head", size)
+        """Run a bucket, or capture it, on a step without rows."""
         number = self._mirror.next()
         made = self._buckets[size]
         for array in made.hosts[number].values():

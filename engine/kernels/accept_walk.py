@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import enqueue
 from engine.kernels.sampler_score import FLAGS, PENALTIES, WORDS
 from engine.kernels.sampler_tables import WORDWISE, Results, Rows, SlotTables
 
@@ -51,7 +52,7 @@ def accept_walk(rows: Rows, slots: SlotTables, results: Results, penalties: bool
     With `penalties` the accepted tokens go into the history of the slots that have some.  Groups
     beyond the real ones do nothing; no two real groups may share a slot.
     """
-    _walk[(results.matched.shape[0],)](
+    enqueue(_walk, (results.matched.shape[0],))(
         rows.groups, rows.group_row, rows.group_rows, rows.slot, rows.first, rows.tokens,
         results.tokens, slots.records, slots.history, slots.last, results.matched,
         slots.history.shape[1], PENALISE=penalties, num_warps=1,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.decode_attention import LOG2_E
+from engine.kernels.launch import enqueue
 from engine.kernels.overlap import launch_options, release, wait
 
 
@@ -66,7 +67,7 @@ def chunk_attention(
     assert shape.pages in (1, 2), f"{shape.pages} pages a step"
     assert query.stride(1) == out.stride(1) == 1 and pages.is_contiguous()
     assert query.dtype == pages.dtype == out.dtype
-    _chunk_kernel[(heads, most)](
+    enqueue(_chunk_kernel, (heads, most))(
         query, pages, out,
         meta.table, meta.slot, meta.first, meta.start, meta.count,
         meta.chunk_items, meta.chunk_total,
@@ -80,7 +81,7 @@ def chunk_attention(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items_stride"])  # it differs from bucket to bucket
 def _chunk_kernel(
     query, pages, out, table, row_slot, row_first, row_start, row_count, items, items_total,
     query_stride, out_stride, table_stride, items_stride, scale,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import LINES, TILES, short_tile
+from engine.kernels.launch import enqueue
 from engine.kernels.overlap import launch_options, release, wait
 
 LOG2_E = 1.4426950408889634
@@ -104,7 +105,7 @@ def decode_attention(
     assert query.dtype == pages.dtype == out.dtype
     assert meta.short_items.is_contiguous()
     assert meta.short_items.shape[1] <= scratch.capacity, "the item list is longer than the scratch"
-    _short_kernel[(kv_heads, workers)](
+    enqueue(_short_kernel, (kv_heads, workers))(
         query, pages, out,
         meta.table, meta.slot, meta.first, meta.start, meta.count,
         meta.short_items, meta.short_total,
@@ -119,7 +120,7 @@ def decode_attention(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items_stride"])  # it differs from bucket to bucket
 def _short_kernel(
     query, pages, out, table, row_slot, row_first, row_start, row_count, items, items_total,
     partial, stats, arrived, query_stride, out_stride, table_stride, items_stride, scale,

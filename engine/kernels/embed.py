@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import enqueue
 from engine.kernels.overlap import launch_options, release, wait
 
 UPDATES = 256  # table entries written at a time
@@ -50,7 +51,7 @@ def embed(
     last[slot] instead, and is written to `tokens` for whoever reads them after.
     """
     count, width = out.shape
-    _embed[(count,)](
+    enqueue(_embed, (count,))(
         tokens, origin, last, weights, out, width,
         BLOCK=triton.next_power_of_2(width), OVERLAP=overlap,
         num_warps=4 if width <= 2048 else 8, **launch_options(overlap),
@@ -73,4 +74,6 @@ def update_table(
     table: Tensor, slots: Tensor, places: Tensor, blocks: Tensor, count: Tensor
 ) -> None:
     """table[slots[i], places[i]] = blocks[i] for i below count[0]; all int32, table contiguous."""
-    _update[(1,)](table, slots, places, blocks, count, table.shape[1], BLOCK=UPDATES, num_warps=4)
+    enqueue(_update, (1,))(
+        table, slots, places, blocks, count, table.shape[1], BLOCK=UPDATES, num_warps=4
+    )

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import sampler_tables as tables
+from engine.kernels.launch import enqueue
 from engine.kernels.sampler_score import FLAGS, WORDS
 from engine.kernels.sampler_tables import BEST, BLOCK, WORDWISE, Results, Rows, Scratch, SlotTables
 
@@ -102,11 +103,11 @@ def logprobs(
     """Fill `own`, `best_ids` and `best_values` of the rows that ask; their tokens are drawn."""
     count, vocab = logits.shape
     chunks = scratch.raw.shape[1]
-    _chunk[(count, chunks)](
+    enqueue(_chunk, (count, chunks))(
         logits, logits.stride(0), vocab, rows.count, rows.slot, slots.records, scratch.raw,
         scratch.best, CHUNKS=chunks, BLOCK=BLOCK, BEST=BEST, num_warps=4,
     )  # fmt: skip
-    _row[(count,)](
+    enqueue(_row, (count,))(
         logits, logits.stride(0), rows.count, rows.slot, slots.records, scratch.raw, scratch.best,
         results.tokens, results.own, results.best_ids, results.best_values,
         CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), BEST=BEST,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import enqueue
 from engine.kernels.overlap import launch_options, release, wait
 
 STORE, RESIDUAL, SWIGLU = 0, 1, 2  # what happens to a tile before it is stored
@@ -68,7 +69,7 @@ def accumulate(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _product(
     x, w, bias, residual, out, rows, columns, depth,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -119,7 +120,7 @@ def product(
     assert out.shape == (rows, columns // 2 if swiglu else columns), f"out {out.shape}"
     assert not (swiglu and residual is not None), "a gated product has no residual"
     epilogue = SWIGLU if swiglu else RESIDUAL if residual is not None else STORE
-    _product[(triton.cdiv(columns, tile.bn), triton.cdiv(rows, tile.bm))](
+    enqueue(_product, (triton.cdiv(columns, tile.bn), triton.cdiv(rows, tile.bm)))(
         x, w, bias if bias is not None else w, residual if residual is not None else out, out,
         rows, columns, depth,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, EPILOGUE=epilogue, BIAS=bias is not None,
@@ -152,6 +153,6 @@ def gate(both: Tensor, out: Tensor, *, overlap: bool = False) -> None:
     rows, columns = out.shape
     assert both.shape == (rows, 2 * columns), f"both {both.shape}, out {out.shape}"
     block = 1024
-    _gate[(rows, triton.cdiv(columns, block))](
+    enqueue(_gate, (rows, triton.cdiv(columns, block)))(
         both, out, columns, BLOCK=block, OVERLAP=overlap, num_warps=4, **launch_options(overlap)
     )

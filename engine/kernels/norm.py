@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import enqueue
 from engine.kernels.overlap import launch_options, release, wait
 
 
@@ -45,7 +46,7 @@ def norm(
     Row i of `out` is row picked[i] (int32 [M]) of `x`, or row i.  All contiguous.
     """
     rows, width = out.shape
-    _norm[(rows,)](
+    enqueue(_norm, (rows,))(
         x, picked if picked is not None else x, gain, out, width, eps,
         PICKED=picked is not None, BLOCK=triton.next_power_of_2(width), OVERLAP=overlap,
         num_warps=4 if width <= 2048 else 8, **launch_options(overlap),

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import enqueue
 from engine.kernels.matmul import Tile, accumulate, precision
 from engine.kernels.overlap import launch_options, release, wait
 from engine.kernels.rope import turned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _project(
     x, w, bias, query, pages, positions, slots, cos, sin, rows, columns, depth,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -78,7 +79,7 @@ def project(
     (rows, depth), columns = x.shape, w.shape[0]
     assert dim % tile.bn == 0, f"a tile of {tile.bn} columns, heads of {dim}"
     assert both.shape == (rows, columns) and both.is_contiguous() and pages.is_contiguous()
-    _project[(columns // tile.bn, triton.cdiv(rows, tile.bm))](
+    enqueue(_project, (columns // tile.bn, triton.cdiv(rows, tile.bm)))(
         x, w, bias if bias is not None else w, both, pages, positions, slots, cos, sin,
         rows, columns, depth,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, HEADS=columns // dim - 2 * kv_heads,

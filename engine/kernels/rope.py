@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.launch import enqueue
 from engine.kernels.overlap import launch_options, release, wait
 
 HEADS = 8  # heads a program; a power of two
@@ -53,7 +54,7 @@ def rotate_and_store(
     assert qkv.shape[0] == slots.shape[0] == count
     target = qkv if query is None else query
     assert target.stride(1) == 1 and target.shape[0] == count
-    _rotate_kernel[(count, triton.cdiv(heads + kv_heads, HEADS))](
+    enqueue(_rotate_kernel, (count, triton.cdiv(heads + kv_heads, HEADS)))(
         qkv, target, pages, positions, slots, cos, sin, qkv.stride(0), target.stride(0),
         QUERIES=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size, HEADS=HEADS,
         NEIGHBOURS=pairs == "neighbours", OVERLAP=overlap, num_warps=WARPS,

@@ -22,6 +22,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import enqueue
 from engine.kernels.sampler_ranks import (
     BANNED,
     EMPTY,
@@ -215,17 +216,17 @@ def draw(
     bits = next(bits for bits in (17, 19, 31) if vocab <= 1 << bits)
     # A strip's maximum stands for one token: with few strips, aim at a part of them.
     aim = min(AIM, chunks * each // 4) if vocab > TILE else LAST.value
-    _pivot[(count,)](
+    enqueue(_pivot, (count,))(
         rows.count, rows.slot, slots.records, scratch.peak, scratch.state, scratch.strips, facts,
         scratch.mass, aim, CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), EACH=each,
         STRIPS=triton.next_power_of_2(chunks * each), num_warps=16, **plain,
     )  # fmt: skip
-    _compact[(count, chunks)](
+    enqueue(_compact, (count, chunks))(
         rows.count, vocab, rows.slot, slots.records, scratch.state, scratch.shaped, facts,
         scratch.mass, scratch.found, CHUNKS=chunks, BLOCK=BLOCK, TILE=TILE, ID_BITS=bits,
         num_warps=4, **plain,
     )  # fmt: skip
-    _finish[(count,)](
+    enqueue(_finish, (count,))(
         rows.count, rows.slot, rows.position, slots.records, facts, scratch.mass, scratch.found,
         results.tokens, SMALL=SMALL, TILE=TILE, ID_BITS=bits, num_warps=8, **plain,
     )  # fmt: skip

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import sampler_tables as tables
+from engine.kernels.launch import enqueue
 from engine.kernels.philox import exponential, gumbel, quad_words, words_at
 from engine.kernels.sampler_tables import BLOCK, STRIP, WORDWISE, Results, Rows, Scratch, SlotTables
 
@@ -244,7 +245,7 @@ def score(
     if masks is not None:
         assert masks.shape[1] * 32 >= vocab, f"masks of {masks.shape[1]} words for {vocab} ids"
     bits = rows.tokens if masks is None else masks
-    _score[(count, chunks)](
+    enqueue(_score, (count, chunks))(
         logits, logits.stride(0), vocab, rows.count, rows.slot, rows.position, rows.hold, rows.mask,
         rows.first, rows.offset, rows.tokens, slots.records, slots.bias_ids, slots.bias_values,
         slots.history, bits, bits.stride(0), scratch.peak, scratch.value, scratch.token,
@@ -261,7 +262,7 @@ def pick(
 ) -> None:
     """Write the token of each unfiltered row; `count` is the bucket's number of rows."""
     chunks = scratch.peak.shape[1]
-    _pick[(count,)](
+    enqueue(_pick, (count,))(
         rows.count, rows.slot, rows.position, slots.records, scratch.peak, scratch.value,
         scratch.token, scratch.state, results.tokens,
         CHUNKS=chunks, PADDED=triton.next_power_of_2(chunks), FILTERS=filters,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.launch import enqueue
 from engine.kernels.sampler_ranks import (
     BANNED,
     FACTS,
@@ -166,7 +167,7 @@ def search(
     rows: Rows, slots: SlotTables, scratch: Scratch, results: Results, count: int, vocab: int
 ) -> None:
     """Write the tokens of the rows that sampler_filter.py left open."""
-    _search[(count,)](
+    enqueue(_search, (count,))(
         rows.count, vocab, rows.slot, rows.position, slots.records, scratch.state, scratch.shaped,
         scratch.row, scratch.mass, results.tokens,
         CHUNKS=scratch.peak.shape[1], BLOCK=BLOCK, WIDE=WIDE, num_warps=16, enable_fp_fusion=False,
