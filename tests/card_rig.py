@@ -6,7 +6,6 @@ import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import pytest
 from msgspec.structs import replace
 
 from cache.config import CacheConfig
@@ -112,18 +111,13 @@ class Widest:
         forward.launch = launched
 
 
-def boot(model: str, tokens: int, warmed: int, mixed: int = 64) -> Engine:
-    """Graphs for all buckets up to `warmed` flat tokens; larger ones come when they are needed."""
-    from engine.cuda.runner import CudaRunner  # needs Triton
-
+def boot(model: str, tokens: int) -> Engine:
+    """An engine as it is served, with room for drafts; `tokens` is the largest step."""
     config = EngineConfig(
         model=model, device="cuda", max_sequences=ROWS, max_batch_tokens=tokens,
-        mixed_tokens=mixed, max_drafts=8, cache=CacheConfig(blocks=BLOCKS),
+        mixed_tokens=64, max_drafts=8, cache=CacheConfig(blocks=BLOCKS),
     )
-    warm = CudaRunner.warm
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaRunner, "warm", lambda self: warm(self, warmed))
-        engine = Engine(config, open_checkpoint(model), drafts=ForcedDrafts())
+    engine = Engine(config, open_checkpoint(model), drafts=ForcedDrafts())
     assert len(engine.runner._graphs) > 20 and engine.runner.depth == 1
     engine._drafts = None
     return engine

@@ -55,7 +55,7 @@ import numpy as np|A prime number is|The mitochondria are|Roses are red, violets
 
 @pytest.fixture(scope="module")
 def smol():
-    return Rig("SmolLM2", boot(os.environ["SLIPSTREAM_GGUF"], 1024, 640))
+    return Rig("SmolLM2", boot(os.environ["SLIPSTREAM_GGUF"], 1024))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def wide(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide") / "model"
     gguf = Path(os.environ["SLIPSTREAM_GGUF"])
     write_shape(folder, gguf, Shape(layers=2, max_len=2048), shards=2)
-    return Rig("8B shape, 2 layers", boot(str(folder), 256, 136))
+    return Rig("8B shape, 2 layers", boot(str(folder), 256))
 
 
 @pytest.fixture(params=["smol", "wide"])
