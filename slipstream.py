@@ -6,8 +6,10 @@ and the gateway's process never loads torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -15,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from cache.config import CacheConfig
 from engine.config import EngineConfig
 from gateway import commands
-from gateway.config import GatewayConfig
+from gateway.config import ConfigError, GatewayConfig
 from gateway.options import SHOWN, Sections
 
 if TYPE_CHECKING:
@@ -28,11 +31,13 @@ if TYPE_CHECKING:
     from gateway.events import Event
     from gateway.inside import Inside
     from gateway.link import Link
-    from gateway.state import Gateway
+    from gateway.state import Gateway, Shared
+    from gateway.workers import Workers
 
 __all__ = ["Slipstream", "main", "serve"]
 
 log = logging.getLogger("slipstream")
+LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 SETTINGS = Sections(
     {"gateway": GatewayConfig(), "engine": EngineConfig(model=""), "cache": CacheConfig()},
@@ -47,7 +52,7 @@ SETTINGS = Sections(
 
 def open_gateway(
     checkpoint: Checkpoint, config: GatewayConfig, engine: EngineConfig, link: Link, parser: str,
-    template: str | None = None,
+    template: str | None = None, shared: Shared | None = None,
 ) -> Gateway:
     """The gateway for a model, over a link; `parser` and `template` replace the model's own."""
     from gateway.prompt import Prompts
@@ -64,7 +69,7 @@ def open_gateway(
         bos_id=checkpoint.bos_id,
         stop_ids=checkpoint.stop_ids,
     )
-    return Gateway.open(config, link, prompts, engine.served_name, checkpoint.defaults)
+    return Gateway.open(config, link, prompts, engine.served_name, checkpoint.defaults, shared)
 
 
 def serve(
@@ -78,9 +83,8 @@ def serve(
 ) -> int:
     """Serve `model` until a signal has drained the server; return the exit code.
 
-    0 = drained, 1 = the engine stays down, 98 = the port is taken.  `chat_template` is Jinja used
-    instead of the model's own.  `in_process` runs the engine on a thread of this process (for a
-    debugger) instead of in one of its own, which can be restarted.
+    0 = drained, 1 = the engine or a worker stays down, 98 = the port is taken.  `chat_template` is
+    Jinja used instead of the model's own; `in_process`: the engine on a thread here, to debug it.
     """
     from gateway import http
     from gateway.banner import Boot
@@ -88,26 +92,37 @@ def serve(
     boot = Boot()
     config = (gateway or GatewayConfig()).check()
     settings = _with_model(engine or EngineConfig(model=""), model).check()
+    if in_process and config.workers > 1:
+        raise ConfigError("An engine in the gateway's process has one worker; leave out --workers.")
     try:
-        sock = http.bind(config.host, config.port, config.backlog)  # before anything slow
+        sockets = http.listen(config)  # before anything slow
     except http.PortTaken as error:
         log.error("%s", error.strerror)
         return http.EXIT_PORT_TAKEN
     boot.done("listening")
-    with sock:
+    with contextlib.ExitStack() as held:
+        for sock in sockets:
+            held.enter_context(sock)
         from engine.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(model, settings.revision)
         boot.done("tokenizer, config")
+        address = sockets[0].getsockname()
 
         def on_ready(hello: Hello) -> None:
-            boot.ready(hello, checkpoint, settings, sock.getsockname(), opened)
+            boot.ready(hello, checkpoint, settings, address, opened)
 
         def on_down(why: str) -> None:
             log.error("%s", why)
             failed.append(why)
             server.give_up()
 
+        if config.workers > 1:
+            workers = _workers(config, settings, tool_call_parser, chat_template, sockets, on_ready)
+            opened = open_gateway(checkpoint, config, settings, workers.link, tool_call_parser,
+                                  chat_template)  # for what it refuses, and the banner
+            boot.done("gateway")
+            return workers.run()
         failed: list[str] = []
         link = _link(settings, checkpoint, in_process, on_ready, on_down)
         opened = open_gateway(checkpoint, config, settings, link, tool_call_parser, chat_template)
@@ -115,8 +130,42 @@ def serve(
 
         server = http.server(build(opened), opened)
         boot.done("gateway")
-        server.run(sockets=[sock])
+        server.run(sockets=sockets)
     return 1 if failed else 0
+
+
+def _workers(
+    config: GatewayConfig, settings: EngineConfig, parser: str, template: str | None,
+    sockets: Sequence[socket.socket], on_ready: Any,
+) -> Workers:
+    """One gateway process for each socket, over one engine."""
+    from engine.server import command
+    from gateway.workers import Program, Workers
+
+    made, environment = command(settings)
+    work = [sys.executable, "-P", "-m", "slipstream", "worker"]
+    told = msgspec.json.encode([config, settings, parser, template])
+    return Workers(config, Program(made, environment), Program(work, environment), sockets,
+                   settings=told, on_ready=on_ready)
+
+
+def _work(control: int) -> int:
+    """Be a worker: the other end of `_workers`."""
+    from engine.checkpoint import open_checkpoint
+    from gateway.app import build
+    from gateway.worker import Part
+
+    logging.basicConfig(level=logging.INFO, format=LOG)
+    part = Part.receive(control)
+    given, settings, parser, template = msgspec.json.decode(
+        part.start.settings, type=tuple[GatewayConfig, EngineConfig, str, str | None]
+    )
+    link = part.link()
+    opened = open_gateway(
+        open_checkpoint(settings.model, settings.revision), part.config(given), settings, link,
+        parser, template, part.shared(),
+    )
+    return part.serve(build(opened), opened, link)
 
 
 def _make_engine(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
@@ -126,8 +175,6 @@ def _make_engine(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
 
 
 def _with_model(engine: EngineConfig, model: str) -> EngineConfig:
-    import msgspec
-
     from gateway.banner import shown_name
 
     return msgspec.structs.replace(engine, model=model, served_name=shown_name(model))
@@ -270,9 +317,7 @@ def serve_command(
 
         settings_table(SETTINGS.sources(context))
         return
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    import msgspec
-
+    logging.basicConfig(level=logging.INFO, format=LOG)
     made = SETTINGS.build(values)
     engine = msgspec.structs.replace(made["engine"], cache=made["cache"])
     template = None if chat_template is None else chat_template.read_text()
@@ -305,54 +350,16 @@ def chat(model: str, url: str | None, max_tokens: int, system: str, tools: Path 
         converse(lambda messages: llm.chat(messages, session="chat", **fields), model, system)
 
 
-@cli.command()
-@click.argument("model", default="smollm2")
-def doctor(model: str) -> None:
-    """Report what an issue needs: versions, CPU, memory, disk, port, whether MODEL is found.
-
-    \b
-    Example:
-      slipstream doctor smollm2
-    """
+def _report(model: str) -> Any:
     from engine.doctor import report
-    from gateway.poke import show_report
 
-    sys.exit(0 if show_report(report(model)) else 1)
+    return report(model)
 
 
-@cli.command()
-@click.argument("text")
-@click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer.")
-def tokens(text: str, model: str) -> None:
-    """Show the token ids of TEXT and what each one stands for.
-
-    \b
-    Example:
-      slipstream tokens "Hello, world"
-    """
+def _tokenizer(model: str) -> str:
     from engine.checkpoint import open_checkpoint
-    from gateway.poke import show_tokens
 
-    show_tokens(open_checkpoint(model).tokenizer_json, text)
-
-
-@cli.command()
-@click.argument("prompt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--other", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="A prompt served before: shows which blocks would hit.")
-@click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer.")
-def blocks(prompt: Path, other: Path | None, model: str) -> None:
-    """Show the cache blocks of a PROMPT file: their keys, and which of them would hit.
-
-    \b
-    Example:
-      slipstream blocks prompt.txt --other yesterday.txt
-    """
-    from engine.checkpoint import open_checkpoint
-    from gateway.poke import show_blocks
-
-    before = other.read_text() if other else None
-    show_blocks(open_checkpoint(model).tokenizer_json, prompt.read_text(), before)
+    return open_checkpoint(model).tokenizer_json
 
 
 def _engine_bench(what: str, model: str, device: str, out: Path, **how: Any) -> None:
@@ -366,6 +373,10 @@ def _engine_bench(what: str, model: str, device: str, out: Path, **how: Any) -> 
 
 
 cli.add_command(commands.bench(_engine_bench))
+cli.add_command(commands.doctor(_report))
+cli.add_command(commands.tokens(_tokenizer))
+cli.add_command(commands.blocks(_tokenizer))
+cli.add_command(commands.worker(_work))
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""The options of `slipstream bench`: decode, prefill, gateway, serve.  Measures nothing itself."""
+"""Options of `slipstream bench`, `doctor`, `tokens`, `blocks`.  Measures and shows nothing."""
 
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,3 +140,82 @@ def serve(
     rows = serve_bench.measure(load, clients, requests, workers,
                                server_pid=server_pid, warmup=warmup)
     show_serve(load, rows, out)
+
+
+def tokens(read: Callable[[str], str]) -> click.Command:
+    """The command; `read(model)` gives a model's tokenizer as JSON: gateway/ opens none."""
+
+    @click.command()
+    @click.argument("text")
+    @click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer.")
+    def tokens(text: str, model: str) -> None:
+        """Show the token ids of TEXT and what each one stands for.
+
+        \b
+        Example:
+          slipstream tokens "Hello, world"
+        """
+        from gateway.poke import show_tokens
+
+        show_tokens(read(model), text)
+
+    return tokens
+
+
+def blocks(read: Callable[[str], str]) -> click.Command:
+    """The command; `read` as for `tokens`."""
+
+    @click.command()
+    @click.argument("prompt", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+    @click.option("--other", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                  help="A prompt served before: shows which blocks would hit.")
+    @click.option("--model", default="smollm2", show_default=True, help="Whose tokenizer.")
+    def blocks(prompt: Path, other: Path | None, model: str) -> None:
+        """Show the cache blocks of a PROMPT file: their keys, and which of them would hit.
+
+        \b
+        Example:
+          slipstream blocks prompt.txt --other yesterday.txt
+        """
+        from gateway.poke import show_blocks
+
+        before = other.read_text() if other else None
+        show_blocks(read(model), prompt.read_text(), before)
+
+    return blocks
+
+
+def doctor(report: Callable[[str], Any]) -> click.Command:
+    """The command; `report(model)` looks at the machine: the engine's room knows what matters."""
+
+    @click.command()
+    @click.argument("model", default="smollm2")
+    def doctor(model: str) -> None:
+        """Report what an issue needs: versions, CPU, memory, disk, port, whether MODEL is found.
+
+        \b
+        Example:
+          slipstream doctor smollm2
+        """
+        from gateway.poke import show_report
+
+        sys.exit(0 if show_report(report(model)) else 1)
+
+    return doctor
+
+
+def worker(work: Callable[[int], int]) -> click.Command:
+    """The command, which only a server runs; `work(control)` serves and gives the exit code."""
+
+    @click.command(hidden=True)
+    @click.option("--control", type=int, required=True, help="Socket to the server's own process.")
+    def worker(control: int) -> None:
+        """One gateway process of a server that has several.
+
+        \b
+        Example:
+          slipstream worker --control 5     as `serve smollm2 --workers 2` does twice
+        """
+        sys.exit(work(control))
+
+    return worker

@@ -16,6 +16,7 @@ class GatewayConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0 = any free one
+    workers: int = 1  # gateway processes on that port, over one engine
     served_model_name: str | None = None  # None = the model's own name
     api_key_file: str | None = None  # None = no keys: everyone is one tenant
     secret_file: str | None = None  # None = a new one each start, and new cache names
@@ -62,6 +63,7 @@ class GatewayConfig:
 _DAY = 86_400
 _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65_535),
+    "workers": (1, 64),
     "max_body_bytes": (1024, 1024**3),
     "max_header_bytes": (1024, 1024**2),
     "max_headers": (8, 10_000),

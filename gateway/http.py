@@ -55,6 +55,14 @@ def bind_shared(host: str, port: int, count: int, backlog: int = 2048) -> list[s
     return sockets
 
 
+def listen(config: GatewayConfig) -> list[socket.socket]:
+    """The sockets of a server, one for each worker; raise PortTaken or OSError."""
+    if config.workers == 1:
+        return [bind(config.host, config.port, config.backlog)]
+    check_free(config.host, config.port)
+    return bind_shared(config.host, config.port, config.workers, config.backlog)
+
+
 def check_free(host: str, port: int) -> None:
     """Raise PortTaken when anybody listens there, be it on a shared port."""
     _bound(host, port, 1).close()

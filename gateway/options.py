@@ -32,6 +32,7 @@ SOURCES = {
 SHOWN = {
     "gateway.host": ("host", "Address to listen on."),
     "gateway.port": ("port", "Port to listen on; 0 = any free one."),
+    "gateway.workers": ("workers", "Gateway processes, for more load than one core carries."),
     "gateway.api_key_file": ("api-key-file", "File with one API key a line.  [default: open]"),
     "gateway.served_model_name": ("served-model-name", "Name that clients use for the model."),
     "gateway.cache_scope": ("cache-scope", "Who shares equal prefixes: a tenant's sessions."),

@@ -118,7 +118,7 @@ class Workers:
         self._rules = rules or Supervision()
         self._on_ready = on_ready
         self._sheet = Sheet.make(len(sockets))
-        self._link = EngineKeeper(engine, self._sheet, self._rules, self._engine_ready,
+        self.link = EngineKeeper(engine, self._sheet, self._rules, self._engine_ready,
                                   self.give_up)
         self._running: dict[int, _Running] = {}
         self._served: set[int] = set()  # workers that have listened at least once
@@ -150,14 +150,14 @@ class Workers:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
-        await self._link.start()
+        await self.link.start()
         try:
             await asyncio.gather(*[
                 self._keep(number, sock) for number, sock in enumerate(self._sockets)
             ])
         finally:
             self._kill()
-            await self._link.stop()
+            await self.link.stop()
         return 1 if self.failed else 0
 
     # -- one worker
@@ -217,7 +217,7 @@ class Workers:
     def _start(self, number: int, listener: int) -> Start:
         host, port = self._address
         return Start(
-            number, len(self._sockets), self._secret, self._created, str(self._link.path),
+            number, len(self._sockets), self._secret, self._created, str(self.link.path),
             host, port, listener, self._sheet.fd, self._settings,
         )
 

@@ -140,7 +140,7 @@ def test_a_worker_that_keeps_dying_ends_the_server_with_an_error():
             await until_async(lambda: 0 not in workers._running)
         assert await serving == 1
         assert "A gateway worker ended 5 times" in workers.failed
-        assert workers._link.restarts == 0 and not workers._running
+        assert workers.link.restarts == 0 and not workers._running
     uvloop.run(go())
 
 
@@ -168,17 +168,17 @@ def test_an_engine_that_freezes_is_killed_because_a_worker_waits_for_it():
         workers = in_process(rules=rules)
         serving = asyncio.create_task(workers._serve())
         await until_async(lambda: _all(workers))
-        pid = workers._link.process.pid
+        pid = workers.link.process.pid
         os.kill(pid, signal.SIGSTOP)
         await asyncio.sleep(2.5)
-        assert workers._link.process.returncode is None  # nobody waits
+        assert workers.link.process.returncode is None  # nobody waits
         body = b'{"model":"scripted","max_tokens":3,"messages":[{"role":"user","content":"a"}]}'
         reader, writer = await asyncio.open_connection("127.0.0.1", workers._address[1])
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
                      b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         answer = await asyncio.wait_for(reader.read(), 15)
         assert answer.startswith(b"HTTP/1.1 200") and b'"abc"' in answer  # by the next engine
-        assert workers._link.process.pid != pid
+        assert workers.link.process.pid != pid
         writer.close()
         workers._signalled(signal.SIGTERM)
         assert await serving == 0
