@@ -23,7 +23,7 @@ from engine.messages import Hello
 from gateway import http, load
 from gateway.app import build
 from gateway.config import GatewayConfig
-from gateway.processes import cpu_s, resident
+from gateway.processes import children, command_line, cpu_s, resident
 from gateway.prompt import Prompts
 from gateway.socket_link import SocketLink
 from gateway.state import Gateway
@@ -39,17 +39,21 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def measure(seconds: float) -> Iterator[Row]:
-    """All rows, one after the other; about `seconds` for each that is timed."""
-    quick, paced = asyncio.run(_quick(seconds)), asyncio.run(_paced(seconds))
+def measure(seconds: float, workers: int = 1) -> Iterator[Row]:
+    """All rows, one after the other; about `seconds` for each that is timed.
+
+    With several workers the gateway's CPU and memory are those of all its processes.
+    """
+    options = ["--workers", str(workers)]
+    quick, paced = asyncio.run(_quick(seconds, options)), asyncio.run(_paced(seconds, options))
     yield from quick
     yield from paced
-    yield asyncio.run(_idle())
+    yield asyncio.run(_idle(options))
 
 
-async def _quick(seconds: float) -> list[Row]:
+async def _quick(seconds: float, options: list[str]) -> list[Row]:
     """With an engine that answers in one step: requests a second, and what one request costs."""
-    async with served("--per-step", "8") as server:
+    async with served(*options, "--per-step", "8") as server:
         await load.many(server.port, 0.5, 4)  # warm
         rate = await load.many(server.port, seconds, 32)
         times = await load.one_by_one(server.port, seconds)
@@ -60,9 +64,9 @@ async def _quick(seconds: float) -> list[Row]:
     ]
 
 
-async def _paced(seconds: float) -> list[Row]:
+async def _paced(seconds: float, options: list[str]) -> list[Row]:
     """With an engine that gives each stream 50 tokens a second."""
-    async with served("--step-ms", str(STEP_MS)) as server:
+    async with served(*options, "--step-ms", str(STEP_MS)) as server:
         tokens = int(seconds * 1e3 / STEP_MS)
         gaps, user, system = await _events(server, tokens)
         closes = await load.disconnects(server.port, 20)
@@ -87,9 +91,9 @@ async def _events(server: Server, tokens: int) -> tuple[list[float], float, floa
     runs: list[tuple[int, float, float]] = []
     gaps: list[float] = []
     for length in (short, tokens):
-        user, system = cpu_s(server.pid)
+        user, system = server.cpu_s()
         gaps, events = await load.streams(server.port, STREAMS, length)
-        user_after, system_after = cpu_s(server.pid)
+        user_after, system_after = server.cpu_s()
         runs.append((events, user_after - user, system_after - system))
     (few, *less), (many, *more) = runs
     if many <= few:
@@ -98,14 +102,14 @@ async def _events(server: Server, tokens: int) -> tuple[list[float], float, floa
     return gaps, user, system
 
 
-async def _idle() -> Row:
+async def _idle(options: list[str]) -> Row:
     """Memory that idle connections take."""
     count = min(IDLE, _raise_file_limit() - 200)
-    async with served() as server:
+    async with served(*options) as server:
         await load.many(server.port, 0.3, 4)
-        before = resident(server.pid)
+        before = server.resident()
         async with load.idle(server.port, count):
-            grown = resident(server.pid) - before
+            grown = server.resident() - before
     return at_most(f"{count:,} idle connections", grown / 1e6, "MB", 100)
 
 
@@ -138,11 +142,21 @@ def with_ours() -> dict[str, str]:
 
 
 class Server:
-    """The server process of a measurement."""
+    """The gateway's processes of a measurement: the server's own, and its workers."""
 
     def __init__(self, pid: int, port: int) -> None:
-        self.pid = pid
         self.port = port
+        workers = [child for child in children(pid) if "--control" in command_line(child)]
+        self._pids = [pid, *workers]
+
+    def cpu_s(self) -> tuple[float, float]:
+        """User and system CPU seconds of all."""
+        user, system = zip(*map(cpu_s, self._pids), strict=True)
+        return sum(user), sum(system)
+
+    def resident(self) -> int:
+        """Resident bytes of all."""
+        return sum(map(resident, self._pids))
 
 
 @asynccontextmanager

@@ -84,13 +84,16 @@ def bench(engine: Callable[..., None]) -> click.Group:
 
 
 @click.command()
+@click.option("--workers", default=1, show_default=True, type=click.IntRange(1, 64),
+              help="Gateway processes, as of `slipstream serve`.")
 @timed
-def gateway(seconds: float, out: Path) -> None:
+def gateway(workers: int, seconds: float, out: Path) -> None:
     """HTTP and SSE over a scripted engine, beside targets."""
     from gateway.bench import measure
     from gateway.poke import show_bench
 
-    show_bench("gateway", measure(seconds), out)
+    name = "gateway" if workers == 1 else f"gateway-{workers}-workers"
+    show_bench(name, measure(seconds, workers), out)
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,21 @@ def cpu_s(pid: int) -> tuple[float, float]:
 def resident(pid: int) -> int:
     """Resident bytes of one process."""
     return int(_fields(pid)[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` started and that still run."""
+    found: list[int] = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if int(_fields(entry)[_PARENT]) == pid:
+                found.append(int(entry))
+    return found
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments that a process was started with."""
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
 
 
 def tree(pid: int) -> Use:
