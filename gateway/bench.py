@@ -145,6 +145,7 @@ class Server:
     """The gateway's processes of a measurement: the server's own, and its workers."""
 
     def __init__(self, pid: int, port: int) -> None:
+        self.pid = pid
         self.port = port
         workers = [child for child in children(pid) if "--control" in command_line(child)]
         self._pids = [pid, *workers]

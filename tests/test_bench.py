@@ -18,27 +18,29 @@ from gateway.poke import show_bench
 from tests.tiny import write_llama
 
 
-def test_the_gateways_rows_come_from_real_requests():
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_gateways_rows_come_from_real_requests(workers):
     async def go() -> None:
-        async with bench.served("--step-ms", "5") as server:
+        async with bench.served("--workers", str(workers), "--step-ms", "5") as server:
+            assert len(server._pids) == (1 if workers == 1 else 1 + workers)
             rate = await load.many(server.port, 0.2, 2)
             assert 2 < rate < 2 * 1000 / (8 * 5) + 10  # 8 tokens at 5 ms each bound it
             times = await load.one_by_one(server.port, 0.2)
             assert min(times) > 7 * 0.005
-            user, system = bench.cpu_s(server.pid)
+            user, system = server.cpu_s()
             gaps, frames = await load.streams(server.port, 4, 30)
             assert 4 * 4 <= frames <= 4 * 34  # late ones merge; role, end, [DONE]
             assert len(gaps) <= 4 * 29
             assert load.percentile(gaps, 50) > 0.002
-            user_after, system_after = bench.cpu_s(server.pid)
+            user_after, system_after = server.cpu_s()
             assert user_after >= user and system_after >= system
             gaps, *costs = await bench._events(server, 20)
             assert len(gaps) > 19 * bench.STREAMS / 2 and all(cost < 1000 for cost in costs)
             assert max(await load.disconnects(server.port, 2)) < 2
-            memory = bench.resident(server.pid)
+            memory = server.resident()
             assert memory > 1e6
             async with load.idle(server.port, 50):
-                assert bench.resident(server.pid) >= memory
+                assert server.resident() >= memory
     asyncio.run(go())
 
 
