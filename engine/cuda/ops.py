@@ -28,6 +28,8 @@ from engine.layers import Linear, rotary_frequencies
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
 
+EACH = 32  # attention programs a KV head and token, up to what fills the device
+
 
 @dataclass(frozen=True, slots=True)
 class StepViews:
@@ -106,7 +108,8 @@ class KernelOps:
         self._turn(pick, x, qkv.weight, qkv.bias, both, pages, step.positions, step.kv)
         decode_attention(
             both, pages, out, step.attention, self._scratch, scale=self._scale,
-            split=self._split, workers=self._workers, overlap=self._overlap,
+            split=self._split, workers=min(self._workers, EACH * (count + 1)),
+            overlap=self._overlap,
         )
         if self._chunks:
             chunk_attention(

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -190,8 +191,7 @@ class Picks:
         if self._store is None or not self._changed:
             return
         rows = [
-            [*key, count, None if pick is None else [pick.bm, pick.bn, pick.bk, pick.warps,
-                                                     pick.stages]]
+            [*key, count, None if pick is None else list(astuple(pick))]
             for (key, count), pick in self._chosen.items()
         ]
         try:

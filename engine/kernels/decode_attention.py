@@ -138,12 +138,12 @@ def _short_kernel(
     where = (table, row_slot, row_first, row_start, row_count, items, table_stride, items_stride)
     # What an item says is read one round early, and the first before anything has to be waited for:
     # each load that hangs on another costs a fifth of what a lone row's attention takes.
-    ahead = _item(tl.program_id(1), where, TILE, TILES, PAGE, SPLIT)
     total_items = tl.load(items_total)
+    ahead = _item(tl.program_id(1), total_items, where, TILE, TILES, PAGE, SPLIT)
     wait(OVERLAP)
     for item in range(tl.program_id(1), total_items, workers):
         split, start, tokens, flat, ids = ahead
-        ahead = _item(item + workers, where, TILE, TILES, PAGE, SPLIT)
+        ahead = _item(item + workers, total_items, where, TILE, TILES, PAGE, SPLIT)
         flat = flat + token
         last = start + tokens - 1
         splits = last // SPLIT + 1
@@ -181,15 +181,16 @@ def _short_kernel(
 
 @triton.jit
 def _item(
-    item, where,
+    item, total, where,
     TILE: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Split, first position, tokens, flat index and block ids of an item.
 
-    Beyond the list these are of something that nobody looks at, but every address is sound.
+    Beyond the list these are of its first row's, and nobody looks at them: what lies there is left
+    over from steps with another layout, and would name no row.
     """
     table, row_slot, row_first, row_start, row_count, items, table_stride, items_stride = where
-    there = item < items_stride
+    there = item < total
     code = tl.load(items + item, mask=there, other=0)
     split = tl.load(items + items_stride + item, mask=there, other=0)
     row = code // TILES

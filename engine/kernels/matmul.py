@@ -33,6 +33,11 @@ class Tile:
     bk: int  # numbers of K a step
     warps: int
     stages: int  # steps in flight
+    ahead: int = 0  # of K, read before the kernel before has ended; 0 or a power of two from 16
+
+    def even(self, depth: int) -> bool:
+        """Whether steps end where K does."""
+        return (depth - self.ahead) % self.bk == 0
 
 
 @triton.jit
@@ -47,24 +52,36 @@ def silu_times(gate, up, kind: tl.constexpr):
 @triton.jit
 def accumulate(
     x, w, rm, rn, rows, columns, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tile of x W^T at rows `rm`, columns `rn`: fp32 [BM, BN], K from its start to its end."""
+    """The tile of x W^T at rows `rm`, columns `rn`: fp32 [BM, BN], K from its start to its end.
+
+    Waits for the kernel before.  The first AHEAD of K of the weights are read before that: they
+    depend on nobody, and where a kernel is all latency theirs is gone.
+    """
     rk = tl.arange(0, BK)
     live = rm[:, None] < rows
     there = rn[None, :] < columns
-    xs = x + rm[:, None].to(tl.int64) * depth + rk[None, :]
-    ws = w + rn[None, :].to(tl.int64) * depth + rk[:, None]
+    xs = x + rm[:, None].to(tl.int64) * depth
+    ws = w + rn[None, :].to(tl.int64) * depth
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k in range(0, depth, BK):
+    if AHEAD > 0:
+        early = tl.arange(0, AHEAD)
+        b = tl.load(ws + early[:, None], mask=there, other=0.0)
+        wait(OVERLAP)
+        a = tl.load(xs + early[None, :], mask=live, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    else:
+        wait(OVERLAP)
+    for k in range(AHEAD, depth, BK):
         if EVEN:
-            a = tl.load(xs + k, mask=live, other=0.0)
-            b = tl.load(ws + k, mask=there, other=0.0)
+            a = tl.load(xs + k + rk[None, :], mask=live, other=0.0)
+            b = tl.load(ws + k + rk[:, None], mask=there, other=0.0)
         else:
             inside = rk < depth - k
-            a = tl.load(xs + k, mask=live & inside[None, :], other=0.0)
-            b = tl.load(ws + k, mask=there & inside[:, None], other=0.0)
+            a = tl.load(xs + k + rk[None, :], mask=live & inside[None, :], other=0.0)
+            b = tl.load(ws + k + rk[:, None], mask=there & inside[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
@@ -72,7 +89,7 @@ def accumulate(
 @triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _product(
     x, w, bias, residual, out, rows, columns, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
     EPILOGUE: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +97,9 @@ def _product(
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     live = rm[:, None] < rows
     there = rn[None, :] < columns
-    wait(OVERLAP)
-    acc = accumulate(x, w, rm, rn, rows, columns, depth, BM, BN, BK, EVEN, PRECISION)
+    acc = accumulate(
+        x, w, rm, rn, rows, columns, depth, BM, BN, BK, AHEAD, EVEN, OVERLAP, PRECISION
+    )
     release(OVERLAP)
     kind = x.dtype.element_ty
     if BIAS:
@@ -118,13 +136,14 @@ def product(
     (rows, depth), columns = x.shape, w.shape[0]
     assert w.shape[1] == depth, f"x {x.shape}, w {w.shape}"
     assert out.shape == (rows, columns // 2 if swiglu else columns), f"out {out.shape}"
+    assert tile.ahead <= depth, f"{tile.ahead} of {depth} columns cannot be read ahead"
     assert not (swiglu and residual is not None), "a gated product has no residual"
     epilogue = SWIGLU if swiglu else RESIDUAL if residual is not None else STORE
     enqueue(_product, (triton.cdiv(columns, tile.bn), triton.cdiv(rows, tile.bm)))(
         x, w, bias if bias is not None else w, residual if residual is not None else out, out,
         rows, columns, depth,
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, EPILOGUE=epilogue, BIAS=bias is not None,
-        EVEN=depth % tile.bk == 0, OVERLAP=overlap, PRECISION=precision(x),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, AHEAD=tile.ahead, EPILOGUE=epilogue,
+        BIAS=bias is not None, EVEN=tile.even(depth), OVERLAP=overlap, PRECISION=precision(x),
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(overlap),
     )  # fmt: skip
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from engine.kernels.launch import enqueue
 from engine.kernels.matmul import Tile, accumulate, precision
-from engine.kernels.overlap import launch_options, release, wait
+from engine.kernels.overlap import launch_options, release
 from engine.kernels.rope import turned
 
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for every number of rows
 def _project(
     x, w, bias, query, pages, positions, slots, cos, sin, rows, columns, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BIAS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -28,8 +28,9 @@ def _project(
     rn = begin + tl.arange(0, BN)
     rm = tl.program_id(1) * BM + tl.arange(0, BM)
     live = rm < rows
-    wait(OVERLAP)
-    acc = accumulate(x, w, rm, rn, rows, columns, depth, BM, BN, BK, EVEN, PRECISION)
+    acc = accumulate(
+        x, w, rm, rn, rows, columns, depth, BM, BN, BK, AHEAD, EVEN, OVERLAP, PRECISION
+    )
     release(OVERLAP)
     if BIAS:
         acc += tl.load(bias + rn).to(tl.float32)[None, :]
@@ -82,8 +83,8 @@ def project(
     enqueue(_project, (columns // tile.bn, triton.cdiv(rows, tile.bm)))(
         x, w, bias if bias is not None else w, both, pages, positions, slots, cos, sin,
         rows, columns, depth,
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, HEADS=columns // dim - 2 * kv_heads,
-        KV_HEADS=kv_heads, DIM=dim, PAGE=size, BIAS=bias is not None,
-        EVEN=depth % tile.bk == 0, OVERLAP=overlap, PRECISION=precision(x),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, AHEAD=tile.ahead,
+        HEADS=columns // dim - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size,
+        BIAS=bias is not None, EVEN=tile.even(depth), OVERLAP=overlap, PRECISION=precision(x),
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(overlap),
     )  # fmt: skip

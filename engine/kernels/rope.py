@@ -65,7 +65,8 @@ def rotate_and_store(
 @triton.jit
 def turned(left, right, cos, sin):
     """A pair of elements, rotated; one function, so that every kernel rounds alike."""
-    return left * cos - right * sin, right * cos + left * sin
+    # Said outright: a compiler left to itself may fuse either product, and did, differently.
+    return tl.fma(left, cos, -(right * sin)), tl.fma(right, cos, left * sin)
 
 
 @triton.jit
