@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cuda.events import event
+
 ALIGN = 4  # int32 words: kernels may load 16 bytes at a time
 
 Ints = NDArray[np.int32]
@@ -42,7 +44,11 @@ class Layout:
 
 
 class Mirror:
-    """A device buffer and as many host buffers as steps may be under way, taken in turn."""
+    """A device buffer and as many host buffers as steps may be under way, taken in turn.
+
+    A step that draws nothing (a chunk in mid-prompt) is collected without a wait, so the host may
+    be any number of steps ahead: a host buffer is given out again once its last copy is done.
+    """
 
     def __init__(self, words: int, copies: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -51,6 +57,7 @@ class Mirror:
             torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(copies)
         ]
         self._arrays: list[Ints] = [staged.numpy() for staged in self._staged]
+        self._copied = [_mark(device) for _ in range(copies)]  # its last copy is done
         self._turn = 0
 
     def hosts(self, layout: Layout) -> list[dict[str, Ints]]:
@@ -58,10 +65,19 @@ class Mirror:
         return [layout.host(array) for array in self._arrays]
 
     def next(self) -> int:
-        """The number of the host buffer whose last copy is done by now."""
+        """The number of the host buffer used longest ago; waits until its last copy is done."""
         self._turn = (self._turn + 1) % len(self._staged)
+        if (copied := self._copied[self._turn]) is not None:
+            copied.synchronize()
         return self._turn
 
     def send(self, number: int, words: int) -> None:
         """Copy the first `words` of a host buffer to the device, in stream order."""
         self.buffer[:words].copy_(self._staged[number][:words], non_blocking=True)
+        if (copied := self._copied[number]) is not None:
+            copied.record()
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """What tells when a copy is done; on a CPU it is when the call returns."""
+    return event() if device.type == "cuda" else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 
@@ -32,13 +32,15 @@ CLEARLY = 0.9  # of the time of the best invariant candidate
 WORKING_SET = 160 << 20  # bytes of weights a measurement cycles through: well beyond the L2 cache
 ROUNDS = 4
 
-# (bn, bk, warps, stages) by rows of x: what won for some shape and row count when all of 48 were
-# measured on an H200 (576- to 4096-wide layers, 1 to 128 rows).
-CANDIDATES: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+# (bn, bk, warps, stages, ahead) by rows of x: what won for some shape and row count when all of 48
+# were measured on an H200 (576- to 4096-wide layers, 1 to 128 rows).
+CANDIDATES: dict[int, tuple[tuple[int, ...], ...]] = {
     16: ((32, 64, 4, 5), (32, 64, 4, 9), (16, 128, 4, 5), (32, 128, 4, 5), (64, 128, 4, 5),
-         (32, 256, 4, 5), (64, 256, 4, 3), (128, 128, 4, 3), (16, 256, 4, 6)),
+         (32, 256, 4, 5), (64, 256, 4, 3), (128, 128, 4, 3), (16, 256, 4, 6),
+         (16, 64, 4, 5, 512), (32, 64, 4, 5, 512), (16, 128, 4, 5, 512), (16, 256, 4, 5, 1024),
+         (64, 128, 4, 4, 256), (32, 256, 4, 4, 256)),
     32: ((32, 64, 4, 5), (16, 128, 4, 5), (32, 128, 4, 5), (32, 256, 4, 4), (64, 128, 4, 5),
-         (128, 128, 4, 3)),
+         (128, 128, 4, 3), (16, 64, 4, 5, 512), (32, 64, 4, 5, 512)),
     64: ((16, 128, 4, 5), (32, 128, 4, 5), (64, 64, 4, 5), (64, 128, 4, 4), (128, 64, 4, 4)),
     128: ((32, 64, 8, 5), (32, 128, 8, 4), (64, 64, 8, 5), (128, 64, 8, 3)),
 }  # fmt: skip
@@ -108,9 +110,8 @@ class Picks:
             if (key, rows) in self._chosen:
                 continue
             x, out, both = self._operands(key, weights[0], rows)
-            for shape in CANDIDATES[height(rows)]:
-                if _fits(shape[0], key[2]):
-                    self._try(key, Tile(height(rows), *shape), x, weights[0], out, both)
+            for tile in _tiles(key, rows):
+                self._try(key, tile, x, weights[0], out, both)
             if out.dtype == x.dtype:
                 self._try(key, CUBLAS, x, weights[0], out, both)
 
@@ -145,7 +146,7 @@ class Picks:
                 self._changed = True
 
     def _best(self, key: Key, weights: list[Tensor], rows: int) -> Pick:
-        _, _, epilogue, kind = key
+        kind = key[3]
         few = weights[: max(2, WORKING_SET // weights[0].nbytes + 1)]
         x, out, both = self._operands(key, weights[0], rows)
         source, gain = torch.randn_like(x), torch.ones_like(x[0])
@@ -159,12 +160,7 @@ class Picks:
 
             return run
 
-        bm = height(rows)
-        times: dict[Pick, float] = {}
-        for shape in CANDIDATES[bm]:
-            if _fits(shape[0], epilogue):
-                tile = Tile(bm, *shape)
-                times[tile] = _timed(runs(tile))
+        times: dict[Pick, float] = {tile: _timed(runs(tile)) for tile in _tiles(key, rows)}
         best = min(times, key=lambda pick: times[pick])
         if kind == str(x.dtype).removeprefix("torch."):
             library = _timed(runs(CUBLAS))
@@ -231,13 +227,19 @@ def _key(linear: Linear, epilogue: str, kind: torch.dtype) -> Key:
     return (*linear.weight.shape, epilogue, str(kind).removeprefix("torch."))
 
 
-def _fits(bn: int, epilogue: str) -> bool:
-    """Whether a tile's width suits what follows the product."""
-    if epilogue == "gate":
-        return bn >= 32
-    if epilogue.startswith("turn"):
-        return int(epilogue.removeprefix("turn")) % bn == 0  # the head's dimension
-    return True
+def _tiles(key: Key, rows: int) -> Iterator[Tile]:
+    """The candidates whose width suits what follows the product, and whose depth this one has."""
+    _, depth, epilogue, _ = key
+    for shape in CANDIDATES[height(rows)]:
+        tile = Tile(height(rows), *shape)
+        if epilogue == "gate":
+            suits = tile.bn >= 32
+        elif epilogue.startswith("turn"):
+            suits = int(epilogue.removeprefix("turn")) % tile.bn == 0  # the head's dimension
+        else:
+            suits = True
+        if suits and tile.ahead <= depth:
+            yield tile
 
 
 def _launch(

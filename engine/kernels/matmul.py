@@ -68,10 +68,10 @@ def accumulate(
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     if AHEAD > 0:
         early = tl.arange(0, AHEAD)
-        b = tl.load(ws + early[:, None], mask=there, other=0.0)
+        first_b = tl.load(ws + early[:, None], mask=there, other=0.0)
         wait(OVERLAP)
-        a = tl.load(xs + early[None, :], mask=live, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        first_a = tl.load(xs + early[None, :], mask=live, other=0.0)
+        acc = tl.dot(first_a, first_b, acc, input_precision=PRECISION)
     else:
         wait(OVERLAP)
     for k in range(AHEAD, depth, BK):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.cuda import layout
 from engine.cuda.buckets import bucket, sizes
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import ALIGN, Layout, Mirror
@@ -26,26 +27,26 @@ def test_every_count_has_a_bucket_that_wastes_little(most):
 
 def test_arrays_of_a_layout_lie_apart_and_host_and_device_agree():
     shapes = {"one": (1,), "flat": (7,), "pairs": (2, 5), "four": (4,), "tail": (3,)}
-    layout = Layout(shapes)
-    places = layout.device(torch.arange(layout.words))
+    made = Layout(shapes)
+    places = made.device(torch.arange(made.words))
     words = torch.cat([place.flatten() for place in places.values()]).tolist()
-    assert len(set(words)) == len(words) and max(words) < layout.words
+    assert len(set(words)) == len(words) and max(words) < made.words
     assert all(place.flatten()[0] % ALIGN == 0 for place in places.values())
-    mirror = Mirror(layout.words + 8, 3, torch.device(DEVICE))
+    mirror = Mirror(made.words + 8, 3, torch.device(DEVICE))
     number = mirror.next()
-    for i, array in enumerate(mirror.hosts(layout)[number].values()):
+    for i, array in enumerate(mirror.hosts(made)[number].values()):
         array[...] = np.arange(array.size).reshape(array.shape) + 100 * i
-    mirror.send(number, layout.words)
-    for i, (name, array) in enumerate(layout.device(mirror.buffer).items()):
+    mirror.send(number, made.words)
+    for i, (name, array) in enumerate(made.device(mirror.buffer).items()):
         assert tuple(array.shape) == shapes[name]
         assert (array.flatten().cpu() == torch.arange(array.numel()) + 100 * i).all()
-    assert not mirror.buffer[layout.words :].any(), "more was sent than asked for"
+    assert not mirror.buffer[made.words :].any(), "more was sent than asked for"
 
 
 def test_a_mirrors_host_buffers_take_turns():
-    layout = Layout({"all": (4,)})
+    made = Layout({"all": (4,)})
     mirror = Mirror(4, 3, torch.device(DEVICE))
-    hosts, numbers = mirror.hosts(layout), []
+    hosts, numbers = mirror.hosts(made), []
     for value in range(6):
         numbers.append(mirror.next())
         hosts[numbers[-1]]["all"][:] = value
@@ -53,6 +54,28 @@ def test_a_mirrors_host_buffers_take_turns():
     for value, number in enumerate(numbers[3:], start=3):
         mirror.send(number, 4)
         assert mirror.buffer.tolist() == [value] * 4
+
+
+def test_a_host_buffer_is_given_out_again_only_when_its_copy_is_done(monkeypatch):
+    said: list[str] = []
+
+    class Mark:
+        def __init__(self) -> None:
+            self.copies = 0
+
+        def record(self) -> None:
+            self.copies += 1
+            said.append("sent")
+
+        def synchronize(self) -> None:
+            said.append(f"waited for {self.copies}")
+
+    monkeypatch.setattr(layout, "_mark", lambda device: Mark())
+    mirror = Mirror(4, 2, torch.device(DEVICE))
+    for _ in range(4):
+        mirror.send(mirror.next(), 4)
+    assert said[::2] == ["waited for 0"] * 2 + ["waited for 1"] * 2
+    assert said[1::2] == ["sent"] * 4
 
 
 def test_without_capture_a_body_runs_every_time():

@@ -325,12 +325,24 @@ def test_a_table_gets_the_counted_entries_and_no_other(count):
     assert torch.equal(table.flatten(), wanted)
 
 
+@pytest.mark.parametrize("depth, ahead", [(96, 32), (50, 32), (64, 64), (200, 128)])
+def test_weights_read_ahead_change_nothing_but_the_order_of_reading(depth, ahead):
+    noise = Noise(41, torch.float32)
+    x, w = noise(5, depth), noise.weight(40, depth)
+    out = poisoned(5, 40, dtype=torch.float32)
+    product(x, w, out, Tile(16, 16, 32, 4, 2, ahead))
+    wanted = x.double() @ w.double().T
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
+    check_fence(out)
+
+
 # ---- on the card only ----------------------------------------------------------------------------
 
 
-def tiles() -> list[Tile]:
-    """Everything that a pick may be."""
-    return [Tile(bm, *shape) for bm, shapes in CANDIDATES.items() for shape in shapes]
+def tiles(depth: int = 1 << 20) -> list[Tile]:
+    """Everything that a pick may be for a product of this depth."""
+    made = [Tile(bm, *shape) for bm, shapes in CANDIDATES.items() for shape in shapes]
+    return [tile for tile in made if tile.ahead <= depth]
 
 
 @pytest.mark.gpu
@@ -341,9 +353,9 @@ def test_every_candidate_gives_the_same_bits_and_a_row_alone_those_it_has_among_
     for columns, depth in shapes:
         x, w = noise(128, depth), noise.weight(columns, depth)
         first = poisoned(128, columns, dtype=torch.bfloat16)
-        product(x, w, first, tiles()[0], overlap=OVERLAP)
+        product(x, w, first, tiles(depth)[0], overlap=OVERLAP)
         torch.testing.assert_close(first.float(), x.float() @ w.float().T, rtol=0.01, atol=0.01)
-        for tile in tiles():
+        for tile in tiles(depth):
             out = poisoned(128, columns, dtype=torch.bfloat16)
             product(x, w, out, tile, overlap=OVERLAP)
             assert torch.equal(out, first), (columns, depth, tile)
@@ -360,7 +372,7 @@ def test_every_candidate_gives_the_same_bits_and_a_row_alone_those_it_has_among_
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("heads, kv_heads, dim, depth", [(9, 3, 64, 576), (32, 8, 128, 4096)])
 def test_every_candidate_projects_as_product_and_rotation_do(heads, kv_heads, dim, depth):
-    fitting = [tile for tile in tiles() if dim % tile.bn == 0]
+    fitting = [tile for tile in tiles(depth) if dim % tile.bn == 0]
     for count in (1, 128):
         case = Projection(heads, kv_heads, dim, depth, torch.bfloat16, count=count)
         for tile in fitting if count == 128 else fitting[:3]:
