@@ -28,6 +28,8 @@ from engine.kernels.chunk_attention import SHAPES, ChunkShape, chunk_attention
 from engine.kernels.decode_attention import (
     DecodeScratch,
     decode_attention,
+)
+from engine.kernels.decode_attention import (
     workers as programs,
 )
 from engine.kernels.rope import rotate_and_store
@@ -166,7 +168,7 @@ def bench_decode(roof: float, sweep: bool) -> None:
                     us = work.decode(split, workers, **more)
                     share = work.kv_bytes() / (us * 1e-6) / roof
                     print(f"{model.name:13} {rows:4} x {count:2} at {context:6} | {split:4} "
-                          f"{workers:4} {str(more or ''):30} | {us:8.2f} us {share:6.1%}", flush=True)
+                          f"{workers:4} {more or ''!s:30} | {us:8.2f} us {share:6.1%}", flush=True)
 
 
 def bench_chunk(sweep: bool) -> None:

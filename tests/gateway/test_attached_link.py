@@ -34,7 +34,7 @@ async def pair(*options: str) -> AsyncIterator[tuple[SocketLink, AttachedLink, A
 def test_an_engine_answers_each_gateway_and_outlives_one_that_leaves():
     async def go() -> None:
         async with pair("--step-ms", "5") as (owner, first, second):
-            boxes = [link.submit(Submit(f"r{n}", [1], 30)) for n, link in enumerate([first, second])]
+            boxes = [first.submit(Submit("r0", [1], 30)), second.submit(Submit("r1", [1], 30))]
             assert await asyncio.gather(*map(read, boxes)) == [letters(30)] * 2
             stays, leaves = second.submit(Submit("s", [1], 60)), first.submit(Submit("l", [1], 60))
             await leaves.admission()
