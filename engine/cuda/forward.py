@@ -148,7 +148,10 @@ class Forward:
         many = len(rows)
         at["slot"][:many] = [place.slot for place in places]
         at["start"][:many], at["count"][:many] = starts, counts
-        at["count"][many:] = 0
+        # Kernels look at a row's numbers before they know that it is there, and what lies here was
+        # perhaps written as something else, by a step of another bucket.
+        for name in ("slot", "first", "start", "count"):
+            at[name][many:] = 0
         np.cumsum(counts, out=at["first"][:many])
         at["first"][:many] -= counts
         self._check_items(starts, counts, at["short_items"].shape[1])

@@ -165,6 +165,19 @@ def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
         runner.settling.prepare([Row(seq, 60, 1, True)] * 3, [place] * 3)
 
 
+def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(folder):
+    """A bucket's rows lie where a larger one had page slots: as slots they would name nothing."""
+    forward = make(folder, True).runner.forward
+    for size in forward.sizes:
+        for array in forward._mirror._arrays:
+            array[:] = 10**8
+        with torch.inference_mode():
+            forward.warm(size, chunks=False)
+        rows = forward._buckets[size].views.attention
+        for row in (rows.slot, rows.first, rows.start, rows.count):
+            assert not row.any()
+
+
 def test_an_engine_short_of_attention_scratch_makes_smaller_steps(folder, truth, monkeypatch):
     asks = [Submit(f"r{i}", prompt(70, i), 4, GREEDY) for i in range(3)]
     one_row = 16 * (32 + 2) * 4 * -(-256 // cuda_runner.SPLITS[32])  # bytes
