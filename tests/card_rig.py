@@ -101,14 +101,14 @@ class Widest:
     def __init__(self, engine: Engine) -> None:
         self.rows, self.steps = 0, 0
         forward = engine.runner.forward
-        launch = type(forward).launch
+        stage = type(forward).stage
 
-        def launched(rows, places):
+        def staged(rows, places):
             self.rows = max(self.rows, sum(row.count for row in rows))
             self.steps += 1
-            launch(forward, rows, places)
+            return stage(forward, rows, places)
 
-        forward.launch = launched
+        forward.stage = staged
 
 
 def boot(model: str, tokens: int) -> Engine:

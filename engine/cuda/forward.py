@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,14 @@ class Limits:
     split: int  # positions of one attention split
     items: int  # attention items of short rows; a step that needs more is too large
     copies: int  # host buffers: steps under way, and one
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A step whose integers are on their way: which launches it needs."""
+
+    size: int  # bucket of flat tokens
+    chunks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +110,39 @@ class Forward:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def launch(self, rows: list[Row], places: list[Place]) -> None:
-        """Send the plan and run all layers; raise StepTooLarge before anything is launched."""
+    def stage(self, rows: list[Row], places: list[Place]) -> Staged:
+        """Send a plan's integers; raise StepTooLarge before anything is sent."""
         count = sum(row.count for row in rows)
         if count > self.limits.tokens:
             raise StepTooLarge(f"{count} flat tokens; the largest step has {self.limits.tokens}")
-        size = bucket(self.sizes, count)
+        return self._staged(bucket(self.sizes, count), rows, places, count)
+
+    def _staged(self, size: int, rows: list[Row], places: list[Place], count: int) -> Staged:
         number = self._mirror.next()
         made = self._buckets[size]
         chunks = self._fill(made.hosts[number], rows, places, count)
         self._mirror.send(number, made.layout.words)
-        self._run(size, made, chunks)
+        return Staged(size, chunks)
 
-    def _run(self, size: int, made: _Bucket, chunks: bool) -> None:
-        most = made.chunk_items if chunks else 0
+    def run(self, staged: Staged) -> None:
+        """All layers of what was staged, as a graph of its own."""
+        self._graphs.run(("forward", staged), self.body(staged))
+
+    def body(self, staged: Staged) -> Callable[[], None]:
+        """The launches of all layers."""
+        made = self._buckets[staged.size]
+        most = made.chunk_items if staged.chunks else 0
 
         def body() -> None:
             self.ops.begin(made.views, most)
             self.taps = self.model.run(self.ops).taps
 
-        self._graphs.run(("forward", size, chunks), body)
+        return body
 
-    def warm(self, size: int, *, chunks: bool) -> None:
-        """Run a bucket, or capture it, on a step without rows."""
-        if chunks and not chunks_possible(size):
-            return
-        made = self._buckets[size]
-        number = self._mirror.next()
-        self._fill(made.hosts[number], [], [], 0)
-        self._mirror.send(number, made.layout.words)
-        self._run(size, made, chunks)
+    def empty(self, size: int, *, chunks: bool = False) -> Staged:
+        """Stage a step without rows, to warm the bucket; chunks only where they can be."""
+        self._staged(size, [], [], 0)
+        return Staged(size, chunks and chunks_possible(size))
 
     def _fill(
         self, at: dict[str, Ints], rows: list[Row], places: list[Place], count: int

@@ -42,6 +42,46 @@ class StepViews:
     attention: AttentionMeta
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Project, rotate, store, by one kernel or by cuBLAS and another: the same bits."""
+
+    cos: Tensor  # [max_len, head_dim / 2] float32
+    sin: Tensor
+    overlap: bool
+
+    def run(
+        self, pick: Pick, x: Tensor, weight: Tensor, bias: Tensor | None, both: Tensor,
+        pages: Tensor, positions: Tensor, kv: Tensor,
+    ) -> None:  # fmt: skip
+        """See kernels/project.py; `pages` are one layer's."""
+        turn = (pages, positions, kv, self.cos, self.sin)
+        if pick is not None:
+            project(x, weight, both, *turn, pick, bias=bias, overlap=self.overlap)
+            return
+        assert bias is None, "picks keep cuBLAS away from biases"
+        torch.mm(x, weight.t(), out=both)
+        rotate_and_store(both, *turn, pairs="neighbours", overlap=self.overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The same for measuring: every token at position 0, stored in the first block.
+
+    It knows no KernelOps, which know the picks that know it: in a circle, what was tried on a few
+    pages would keep its memory until Python looks for circles, long after pages were sized.
+    """
+
+    turn: _Turn
+    pages: Tensor
+    nowhere: Tensor  # [most] int32, zeros
+
+    def run(self, pick: Pick, x: Tensor, weight: Tensor, both: Tensor) -> None:
+        """For `Picks.turn`."""
+        at = self.nowhere[: x.shape[0]]
+        self.turn.run(pick, x, weight, None, both, self.pages, at, at)
+
+
 class KernelOps:
     """The operations of one step after the other; `begin` says which bucket comes next."""
 
@@ -70,10 +110,11 @@ class KernelOps:
         angles = torch.outer(
             torch.arange(max_len, dtype=torch.float64), rotary_frequencies(shape)
         )
-        self._cos = angles.cos().float().to(device).contiguous()
-        self._sin = angles.sin().float().to(device).contiguous()
-        self._nowhere = torch.zeros(most, dtype=torch.int32, device=device)
-        picks.turn = self._trial
+        cos, sin = (table.float().to(device).contiguous() for table in (angles.cos(), angles.sin()))
+        self._turn = _Turn(cos, sin, self._overlap)
+        picks.turn = _Trial(
+            self._turn, pages[0], torch.zeros(most, dtype=torch.int32, device=device)
+        ).run
         self._views: StepViews | None = None
         self._count = self._chunks = self._taken = 0
 
@@ -105,7 +146,7 @@ class KernelOps:
         both, out = self._qkv[:count], self._mixed[:count]
         pick = self._picks.pick(qkv, f"turn{self._shape.head_dim}", count, both.dtype)
         assert qkv.weight is not None, "a packed weight cannot run here"
-        self._turn(pick, x, qkv.weight, qkv.bias, both, pages, step.positions, step.kv)
+        self._turn.run(pick, x, qkv.weight, qkv.bias, both, pages, step.positions, step.kv)
         decode_attention(
             both, pages, out, step.attention, self._scratch, scale=self._scale,
             split=self._split, workers=min(self._workers, EACH * (count + 1)),
@@ -117,24 +158,6 @@ class KernelOps:
                 overlap=self._overlap,
             )
         return out
-
-    def _turn(
-        self, pick: Pick, x: Tensor, weight: Tensor, bias: Tensor | None, both: Tensor,
-        pages: Tensor, positions: Tensor, kv: Tensor,
-    ) -> None:  # fmt: skip
-        """Project, rotate, store, by one kernel or by cuBLAS and another: the same bits."""
-        turn = (pages, positions, kv, self._cos, self._sin)
-        if pick is not None:
-            project(x, weight, both, *turn, pick, bias=bias, overlap=self._overlap)
-            return
-        assert bias is None, "picks keep cuBLAS away from biases"
-        torch.mm(x, weight.t(), out=both)
-        rotate_and_store(both, *turn, pairs="neighbours", overlap=self._overlap)
-
-    def _trial(self, pick: Pick, x: Tensor, weight: Tensor, both: Tensor) -> None:
-        """For measuring: every token at position 0, stored in the first block."""
-        nowhere = self._nowhere[: x.shape[0]]
-        self._turn(pick, x, weight, None, both, self._pages[0], nowhere, nowhere)
 
     def add(self, x: Tensor, inner: Tensor, linear: Linear) -> Tensor:
         """See Ops; in place."""

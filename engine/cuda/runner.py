@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from engine.cuda.events import event, stream
-from engine.cuda.forward import Forward, Limits, noted
+from engine.cuda.forward import Forward, Limits, Staged, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.ops import KernelOps
 from engine.cuda.picks import Picks, store_path
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
 from engine.drafting import guess
+from engine.kernels.attention_plan import SHORT, short_tile
 from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.launch import compiling
@@ -65,6 +66,7 @@ class CudaFlight(Flight):
     """What is kept of a step between its phases."""
 
     draw: Draw | None = None
+    settled: bool = False  # with the forward pass, in one graph
     begun: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
@@ -90,6 +92,8 @@ class CudaRunner:
         on_gpu = self.device.type == "cuda"
         self.depth = 0 if head is not None else 1
         self._stream = stream(self.device) if on_gpu else None
+        if self._stream is not None:  # weights may still be on their way
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._graphs = Graphs(capture and head is None)
         self._flights: deque[CudaFlight] = deque()
         with torch.inference_mode(), self._on_stream():
@@ -102,13 +106,17 @@ class CudaRunner:
         dtype, device = pages.data.dtype, self.device
         split = SPLITS[shape.head_dim]
         each = shape.kv_heads * 16 * (shape.head_dim + 2) * 4
-        items = min(SCRATCH // each, most.rows * -(-most.max_len // split))
+        splits, tile = -(-most.max_len // split), short_tile(shape.heads // shape.kv_heads)
+        row = -(-SHORT // tile) * splits  # of the largest short row: alone it always fits
+        tiles = -(-min(most.drafts + 1, SHORT) // tile)
+        items = max(row, min(SCRATCH // each, most.rows * tiles * splits))
         copies = self.depth + 2
         limits = Limits(most.tokens, most.rows, most.max_len, pages.size, split, items, copies)
         picks = Picks(device, store_path())
         noted(picks, self.model, shape.head_dim, dtype)
         self.picks = picks
-        self.slots = Slots(most.rows, -(-most.max_len // pages.size), shape.vocab, device)
+        width = -(-(most.max_len + self.lookahead) // pages.size)
+        self.slots = Slots(most.rows, width, shape.vocab, device)
         ops = KernelOps(
             shape, pages.data, self.slots.tables.last, picks,
             DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),
@@ -153,8 +161,14 @@ class CudaRunner:
             places = [self.slots.place(row.seq) for row in plan.rows]
             self.slots.upload()
             draw = self.settling.prepare(plan.rows, places)
-            self.forward.launch(plan.rows, places)
-        flight = CudaFlight(plan, draw=draw, begun=begun)
+            staged = self.forward.stage(plan.rows, places)
+            whole = draw is not None and self._whole(plan, staged, draw)
+            if draw is not None and whole:
+                self.settling.stage(draw)
+                self._run_whole(staged, draw)
+            else:
+                self.forward.run(staged)
+        flight = CudaFlight(plan, draw=draw, settled=whole, begun=begun)
         self._flights.append(flight)
         return flight
 
@@ -173,7 +187,10 @@ class CudaRunner:
         try:
             with self._on_stream():
                 if flight.draw is not None:
-                    self.settling.launch(flight.draw)
+                    if not flight.settled:
+                        self.settling.stage(flight.draw)
+                        self.settling.run(flight.draw)
+                    self.settling.fetch(flight.draw)
                 flight.ended = self._recorded(len(flight.plan.rows))
                 if self.head is not None:
                     self._read(flight)
@@ -212,6 +229,24 @@ class CudaRunner:
             drawn.append(tokens[begin:end])
             begin = end
 
+    def _whole(self, plan: Plan, staged: Staged, draw: Draw) -> bool:
+        """Whether the step is one graph: all tokens draw, and nobody's mask has to be awaited."""
+        return (
+            self.head is None
+            and draw.size == staged.size
+            and not staged.chunks
+            and all(row.seq.grammar is None for row in plan.rows)
+        )
+
+    def _run_whole(self, staged: Staged, draw: Draw) -> None:
+        forward, settle = self.forward.body(staged), self.settling.body(draw)
+
+        def body() -> None:
+            forward()
+            settle()
+
+        self._graphs.run(("step", draw.size, draw.needs), body)
+
     def _recorded(self, rows: int) -> torch.cuda.Event | None:
         """An event at the stream's present end; None where there is no stream."""
         if self._stream is None:
@@ -230,8 +265,8 @@ class CudaRunner:
     def largest(self) -> None:
         """Run the largest step, on no rows: what it allocates is what any step may."""
         with self._on_stream():
-            self.forward.warm(self.forward.sizes[-1], chunks=True)
-            self.settling.warm(self.settling.sizes[-1], FILTERED, masked=True)
+            self.forward.run(self.forward.empty(self.forward.sizes[-1], chunks=True))
+            self.settling.run(self.settling.empty(self.settling.sizes[-1], FILTERED, masked=True))
 
     @torch.inference_mode()
     def compile(self) -> None:
@@ -265,12 +300,14 @@ class CudaRunner:
     def _buckets(self) -> None:
         """Run every bucket once, on no rows."""
         for size in self.forward.sizes:
-            self.forward.warm(size, chunks=False)
-            self.forward.warm(size, chunks=True)
+            for chunks in (False, True):
+                self.forward.run(self.forward.empty(size, chunks=chunks))
         for size in self.settling.sizes:
             for needs in (PLAIN, FILTERED):
                 for masked in (False, True):
-                    self.settling.warm(size, needs, masked=masked)
+                    self.settling.run(self.settling.empty(size, needs, masked=masked))
+                if size in self.forward.sizes:
+                    self._run_whole(self.forward.empty(size), self.settling.empty(size, needs))
 
 
 def _processors(device: torch.device) -> int:

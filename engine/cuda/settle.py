@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 class Draw:
     """One step's wanted rows between launch and collect."""
 
-    count: int
+    size: int  # bucket of rows
+    count: int  # rows
     staged: int  # number of the host buffer with its integers
     needs: Needs
     wanted: list[int]  # logprobs asked for by each row, -1 = none
@@ -126,7 +127,8 @@ class Settling:
         if count > self.rows:
             raise StepTooLarge(f"{count} rows draw a token; the largest step has {self.rows}")
         number = self._mirror.next()
-        at = self._buckets[bucket(self.sizes, count)].hosts[number]
+        size = bucket(self.sizes, count)
+        at = self._buckets[size].hosts[number]
         columns = np.array(wanted.columns, dtype=np.int32)  # [4, groups]
         sizes = np.array(wanted.sizes, dtype=np.int32)
         if wanted.drafts:
@@ -143,7 +145,7 @@ class Settling:
         at["mask"][:] = 0
         at["count"][0], at["groups"][0] = count, groups
         at["group_row"][:groups], at["group_rows"][:groups] = begins, sizes
-        return Draw(count, number, wanted.needs(), wanted.logprobs)
+        return Draw(size, count, number, wanted.needs(), wanted.logprobs)
 
     def supply(self, draw: Draw, masks: Tensor, masked: list[int]) -> None:
         """Send the mask rows that forbid something; row 0 of the device's stays open."""
@@ -152,15 +154,33 @@ class Settling:
         staged = self._staged_masks[draw.staged]
         torch.index_select(masks, 0, torch.tensor(masked), out=staged[: len(masked)])
         self._masks[1 : len(masked) + 1].copy_(staged[: len(masked)], non_blocking=True)
-        made = self._buckets[bucket(self.sizes, draw.count)]
-        made.hosts[draw.staged]["mask"][masked] = range(1, len(masked) + 1)
+        self._buckets[draw.size].hosts[draw.staged]["mask"][masked] = range(1, len(masked) + 1)
         draw.masked = True
 
-    def launch(self, draw: Draw) -> None:
-        """Draw, and send the results home."""
-        size = bucket(self.sizes, draw.count)
-        self._mirror.send(draw.staged, self._buckets[size].layout.words)
-        self._run(size, draw.needs, draw.masked)
+    def stage(self, draw: Draw) -> None:
+        """Send its integers."""
+        self._mirror.send(draw.staged, self._buckets[draw.size].layout.words)
+
+    def run(self, draw: Draw) -> None:
+        """Draw what was staged, as a graph of its own."""
+        self._graphs.run(("settle", draw.size, draw.needs, draw.masked), self.body(draw))
+
+    def body(self, draw: Draw) -> Callable[[], None]:
+        """The launches of a draw; they depend on its size, needs and masks alone."""
+        size, needs = draw.size, draw.needs
+        masks = self._masks if draw.masked else None
+        made = self._buckets[size]
+        normed, logits = self._normed[:size], self._logits[:size]
+
+        def body() -> None:
+            norm(self._x, self.model.norm, normed, self._eps, picked=made.picked)
+            self._picks.run(normed, self.model.head, logits)
+            settle(logits, made.rows, self._tables, masks, self._scratch, made.results, needs)
+
+        return body
+
+    def fetch(self, draw: Draw) -> None:
+        """Send the results home."""
         draw.home = self._turn = (self._turn + 1) % len(self._homes)
         home, results, count = self._homes[draw.home], self._results, draw.count
         home.tokens[:count].copy_(results.tokens[:count], non_blocking=True)
@@ -169,28 +189,14 @@ class Settling:
                 source: Tensor = getattr(results, name)
                 getattr(home, name)[:count].copy_(source[:count], non_blocking=True)
 
-    def _run(self, size: int, needs: Needs, masked: bool) -> None:
-        made = self._buckets[size]
-        normed, logits = self._normed[:size], self._logits[:size]
-
-        def body() -> None:
-            norm(self._x, self.model.norm, normed, self._eps, picked=made.picked)
-            self._picks.run(normed, self.model.head, logits)
-            settle(
-                logits, made.rows, self._tables, self._masks if masked else None, self._scratch,
-                made.results, needs,
-            )
-
-        self._graphs.run(("settle", size, needs, masked), body)
-
-    def warm(self, size: int, needs: Needs, *, masked: bool) -> None:
-        """Run a bucket, or capture it, on a step without rows."""
+    def empty(self, size: int, needs: Needs, *, masked: bool = False) -> Draw:
+        """Stage a draw without rows, to warm the bucket."""
         number = self._mirror.next()
-        made = self._buckets[size]
-        for array in made.hosts[number].values():
+        for array in self._buckets[size].hosts[number].values():
             array[...] = 0
-        self._mirror.send(number, made.layout.words)
-        self._run(size, needs, masked)
+        draw = Draw(size, 0, number, needs, [], masked)
+        self.stage(draw)
+        return draw
 
     def collect(self, draw: Draw) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Tokens of a step that is done (-1 = none), their logprobs, or [] if nobody asked."""

@@ -5,7 +5,9 @@ Whatever the engine can be asked must give the CPU runner's tokens: same tiny mo
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -160,7 +162,7 @@ def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
     place = runner.slots.place(seq)
     runner.forward.model = None  # whatever runs would fail otherwise
     with pytest.raises(StepTooLarge, match="25 flat tokens; the largest step has 24"):
-        runner.forward.launch([Row(seq, 0, 25, False)], [place])
+        runner.forward.stage([Row(seq, 0, 25, False)], [place])
     with pytest.raises(StepTooLarge, match="3 rows draw a token; the largest step has 2"):
         runner.settling.prepare([Row(seq, 60, 1, True)] * 3, [place] * 3)
 
@@ -172,31 +174,52 @@ def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(fold
         for array in forward._mirror._arrays:
             array[:] = 10**8
         with torch.inference_mode():
-            forward.warm(size, chunks=False)
+            forward.run(forward.empty(size))
         rows = forward._buckets[size].views.attention
         for row in (rows.slot, rows.first, rows.start, rows.count):
             assert not row.any()
 
 
 def test_an_engine_short_of_attention_scratch_makes_smaller_steps(folder, truth, monkeypatch):
-    asks = [Submit(f"r{i}", prompt(70, i), 4, GREEDY) for i in range(3)]
-    one_row = 16 * (32 + 2) * 4 * -(-256 // cuda_runner.SPLITS[32])  # bytes
-    monkeypatch.setattr(cuda_runner, "SCRATCH", one_row)
-    engine = make(folder, True, max_sequences=4, max_batch_tokens=80, mixed_tokens=75)
+    asks = [Submit(f"r{i}", prompt(70, i), 8, GREEDY) for i in range(5)]
+    monkeypatch.setattr(cuda_runner, "SCRATCH", 1)  # so that there is room for one row
+    engine = make(folder, True, max_sequences=6, max_batch_tokens=80, mixed_tokens=75)
     refused = []
-    launch = engine.runner.forward.launch
+    stage = engine.runner.forward.stage
 
-    def launched(rows, places):
+    def staged(rows, places):
         try:
-            launch(rows, places)
+            return stage(rows, places)
         except StepTooLarge as error:
             refused.append(str(error))
             raise
 
-    monkeypatch.setattr(engine.runner.forward, "launch", launched)
+    monkeypatch.setattr(engine.runner.forward, "stage", staged)
     assert answers(engine, *asks) == truth(*asks)
-    assert refused and all("attention splits; there is room for 4" in text for text in refused)
+    assert refused and all("attention splits; there is room for 8" in text for text in refused)
     assert engine.scheduler.preemptions > 0
+
+
+def test_a_lone_row_fits_however_many_tokens_it_has_and_wherever_it_stands(folder, truth):
+    """Sixteen tokens at the end of a long prompt are two tiles over its whole context."""
+    ask = Submit("tail", prompt(250), 2, GREEDY)
+    engine = make(folder, True, max_sequences=1, max_batch_tokens=117, mixed_tokens=117)
+    assert answers(engine, ask) == truth(ask)
+
+
+def test_a_runner_that_is_let_go_gives_its_memory_back_at_once(folder):
+    """The largest step is tried on one; the pages that follow are sized as if it were gone."""
+    made = make(folder, True).runner
+    gc.collect()
+    gc.disable()
+    try:
+        tried = CudaRunner(made.model, open_checkpoint(str(folder)).config, made.pages, made.most)
+        held = [weakref.ref(x) for x in (tried.forward.ops.x, tried.forward.ops._scratch.partial,
+                                         tried.settling._logits, tried.slots.tables.history)]
+        del tried
+        assert [one() for one in held] == [None] * 4
+    finally:
+        gc.enable()
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -340,3 +363,20 @@ def test_a_device_draft_changes_no_token(folder, truth):
     engine = make(folder, True, head=head, max_drafts=2)
     assert answers(engine, *asks) == truth(*asks)
     assert head.steps > 0 and engine._drafted > 0
+
+
+def test_blocks_that_a_device_draft_wants_ahead_lie_in_the_sequences_own_row(folder, truth):
+    """At the end of the longest sequence they are more than the model's length needs."""
+    ask = Submit("full", prompt(250, 3), 6, GREEDY)
+    engine = make(folder, True, head=RandomHead(32, VOCAB, (0, 1)), max_drafts=2, blocks=6)
+    slots, most = engine.runner.slots, []
+    upload = slots.upload
+
+    def watched():
+        most.append(max(index for _, index, _ in slots._fresh or [(0, 0, 0)]))
+        upload()
+
+    slots.upload = watched
+    assert answers(engine, ask) == truth(ask)
+    assert max(most) == 256 // 64, "nothing was wanted beyond the model's length"
+    assert max(most) < slots.table.shape[1]
