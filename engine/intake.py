@@ -56,14 +56,18 @@ class Intake:
         sessions: SessionTable,
         compiler: Compiler,
         forget: Callable[[Sequence], None],
+        lacks: Callable[[Submit], str],
     ) -> None:
-        """`forget` takes an aborted sequence out everywhere, and calls `ended` after the last."""
+        """`forget` takes an aborted sequence out everywhere, and calls `ended` after the last.
+
+        `lacks` says why the device cannot run a request, or nothing when it can.
+        """
         self.inbox: queue.SimpleQueue[ToEngine | _CompileDone] = queue.SimpleQueue()
         self.compiling: dict[str, Submit] = {}
         self.arrived: dict[str, float] = {}  # request id -> monotonic seconds, while it lives
         self.prompt_tokens = 0  # of all requests that were queued
         self._hello, self._scheduler, self._sessions = hello, scheduler, sessions
-        self._compiler, self._forget = compiler, forget
+        self._compiler, self._forget, self._lacks = compiler, forget, lacks
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
         self._soonest = inf  # monotonic: no deadline is before it
 
@@ -115,6 +119,8 @@ class Intake:
             return [Refused(submit.id, "duplicate_request", text)]
         if (reason := refusal(submit, self._hello)) is not None:
             return [reason]
+        if why := self._lacks(submit):
+            return [Refused(submit.id, "invalid_value", why)]
         self.arrived[submit.id] = now = time.monotonic()
         if submit.deadline_s is not None:
             self._soonest = min(self._soonest, now + submit.deadline_s)

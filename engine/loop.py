@@ -73,7 +73,8 @@ class Engine:
             parts.pool, parts.sessions, config, pace, parts.runner.lookahead
         )
         self.intake = Intake(
-            parts.hello, self.scheduler, parts.sessions, parts.compiler, self._forget
+            parts.hello, self.scheduler, parts.sessions, parts.compiler, self._forget,
+            parts.runner.lacks,
         )
         self.inbox = self.intake.inbox
         self._compiler, self._masks = parts.compiler, parts.masks

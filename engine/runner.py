@@ -25,7 +25,7 @@ from engine.sampling import SampleRow, sample
 if TYPE_CHECKING:
     from cache.pages import Pages
     from engine.attention import Attention
-    from engine.messages import TokenLogprobs
+    from engine.messages import Submit, TokenLogprobs
     from engine.models import Hidden, Model
     from engine.plan import Plan, Row
     from engine.sequence import Sequence
@@ -69,6 +69,9 @@ class StepRunner(Protocol):
     @property
     def blocks(self) -> int:
         """Blocks of KV that plans may name."""
+
+    def lacks(self, submit: Submit) -> str:
+        """What of a request does not fit the device's tables, for the caller to read; else ""."""
 
     def launch(self, plan: Plan) -> Flight:
         """Copy `plan.copies`, clear `plan.fresh`, start the forward pass.
@@ -148,6 +151,10 @@ class Runner:
     def blocks(self) -> int:
         """All blocks of the pages."""
         return self.pages.blocks
+
+    def lacks(self, submit: Submit) -> str:
+        """Nothing: there are no tables."""
+        return ""
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:

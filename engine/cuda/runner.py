@@ -33,10 +33,12 @@ from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.launch import compiling
 from engine.kernels.sampler import Needs
+from engine.kernels.sampler_tables import refusal
 from engine.runner import Flight
 
 if TYPE_CHECKING:
     from cache.pages import Pages
+    from engine.messages import Submit
     from engine.model_config import ModelConfig
     from engine.models import Model
     from engine.plan import Plan
@@ -147,6 +149,10 @@ class CudaRunner:
         """All blocks of the pages but the one that padded tokens write to."""
         return self.pages.blocks - 1
 
+    def lacks(self, submit: Submit) -> str:
+        """See StepRunner."""
+        return refusal(submit.sampling, submit.stop_ids)
+
     # ---- the phases ------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -163,11 +169,15 @@ class CudaRunner:
             draw = self.settling.prepare(plan.rows, places)
             staged = self.forward.stage(plan.rows, places)
             whole = draw is not None and self._whole(plan, staged, draw)
-            if draw is not None and whole:
-                self.settling.stage(draw)
-                self._run_whole(staged, draw)
-            else:
-                self.forward.run(staged)
+            try:
+                if draw is not None and whole:
+                    self.settling.stage(draw)
+                    self._run_whole(staged, draw)
+                else:
+                    self.forward.run(staged)
+            except BaseException:
+                self._lose(plan)
+                raise
         flight = CudaFlight(plan, draw=draw, settled=whole, begun=begun)
         self._flights.append(flight)
         return flight
@@ -200,9 +210,13 @@ class CudaRunner:
                                           self.pages.size, self.most.drafts)
         except BaseException:
             self._flights.remove(flight)
-            for row in flight.plan.rows:  # what of them got to the device is not known
-                self.slots.forget(row.seq)
+            self._lose(flight.plan)
             raise
+
+    def _lose(self, plan: Plan) -> None:
+        """Have all rows' sequences written anew: what this step did of them is not known."""
+        for row in plan.rows:
+            self.slots.forget(row.seq)
 
     def collect(self, depth: int) -> list[Flight]:
         """See StepRunner."""

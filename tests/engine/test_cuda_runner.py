@@ -200,6 +200,35 @@ def test_an_engine_short_of_attention_scratch_makes_smaller_steps(folder, truth,
     assert engine.scheduler.preemptions > 0
 
 
+def test_a_step_that_fails_half_way_counts_no_token_twice(folder, truth, monkeypatch):
+    """A first step of its kind runs, then is captured; if that fails, its draws have been made."""
+    asks = [Submit(name, prompt(5, i), 8, PENALISED) for i, name in enumerate("pq")]
+    engine = make(folder, True)
+    run, failed = engine.runner._graphs.run, []
+
+    def short_of_memory(key, body):
+        run(key, body)
+        if not failed and key[0] == "step":
+            failed.append(key)
+            raise torch.OutOfMemoryError("no room for a graph")
+
+    monkeypatch.setattr(engine.runner._graphs, "run", short_of_memory)
+    assert answers(engine, *asks) == truth(*asks)
+    assert failed and engine.scheduler.preemptions == 1
+
+
+@pytest.mark.parametrize(("sampling", "stops", "says"), [
+    (Sampling(bias=tuple((i, 1.0) for i in range(1025))), [], "1,025 tokens have a bias"),
+    (Sampling(min_tokens=1), list(range(17)), "holds back 17 stop ids; this engine takes 16"),
+    (Sampling(logprobs=21), [], "21 logprobs were asked for"),
+])
+def test_what_does_not_fit_the_slots_is_refused_at_the_door(crowd, sampling, stops, says):
+    run = Run(crowd.engine).put(Submit("much", [1], 2, sampling, stop_ids=stops)).drain()
+    refused = run.refused["much"]
+    assert refused.code == "invalid_value" and says in refused.message
+    assert not crowd.engine.busy and "much" not in crowd.engine.intake.arrived
+
+
 def test_a_lone_row_fits_however_many_tokens_it_has_and_wherever_it_stands(folder, truth):
     """Sixteen tokens at the end of a long prompt are two tiles over its whole context."""
     ask = Submit("tail", prompt(250), 2, GREEDY)
