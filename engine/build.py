@@ -77,6 +77,10 @@ def build(
     shape = checkpoint.config
     max_len = _max_len(config, shape.max_len)
     dtype = DTYPES[config.dtype]
+    if fused(device):
+        from engine.cuda.parts import check  # late: needs Triton, which a CPU engine does not
+
+        check(shape, dtype)
     threads = Threads(config.threads or len(cores()), torch.set_num_threads)
     kind = family(checkpoint.architecture)
     timeline = timeline or Timeline()

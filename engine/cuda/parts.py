@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from cache.pages import Pages
-from engine.cuda.runner import CudaRunner, Most
+from engine.config import BadConfig
+from engine.cuda.runner import SPLITS, CudaRunner, Most
+from engine.kernels.attention_plan import LINES
 from engine.memory import profile
 
 if TYPE_CHECKING:
@@ -18,7 +20,25 @@ if TYPE_CHECKING:
     from engine.timeline import Timeline
 
 GRAPHS = 1 << 30  # bytes kept for captured graphs and what kernels load later
+KINDS = (torch.bfloat16, torch.float32)
 PROBE = 8  # blocks that the largest step is tried on
+
+
+def check(shape: ModelConfig, dtype: torch.dtype) -> None:
+    """Raise BadConfig for what the kernels do not know, before weights are loaded."""
+    if dtype not in KINDS:
+        raise BadConfig(
+            f"dtype {str(dtype).removeprefix('torch.')} is not served on a GPU. Use bfloat16 "
+            "(auto) or float32, or start with --device cpu."
+        )
+    group = shape.heads // shape.kv_heads
+    for what, value, known in (("head_dim", shape.head_dim, sorted(SPLITS)),
+                               ("query heads a key-value head", group, range(1, LINES + 1))):
+        if value not in known:
+            raise BadConfig(
+                f"The model's {what} is {value}; on a GPU {', '.join(map(str, known))} are served. "
+                "Start with --device cpu, or choose another model."
+            )
 
 
 def sized_runner(

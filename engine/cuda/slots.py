@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.cuda.layout import ALIGN
 from engine.kernels.embed import update_table
 from engine.kernels.sampler_tables import SlotParams, SlotTables
 from engine.messages import Sampling
@@ -97,9 +98,11 @@ class Slots:
         device = self.table.device
         fresh = self._fresh
         count = len(fresh)
-        packed = torch.tensor([*zip(*fresh, strict=True), (count,) * count], dtype=torch.int32)
-        if device.type == "cuda":
-            packed = packed.pin_memory()
+        # Every row begins where 16 bytes do: another alignment would be another kernel to compile.
+        width = -(-count // ALIGN) * ALIGN
+        packed = torch.zeros(4, width, dtype=torch.int32, pin_memory=device.type == "cuda")
+        packed[:3, :count] = torch.tensor([*zip(*fresh, strict=True)], dtype=torch.int32)
+        packed[3, 0] = count
         sent: Tensor = packed.to(device, non_blocking=True)
         update_table(self.table, sent[0], sent[1], sent[2], sent[3])
         self._fresh = []  # only now: a transfer that failed is made again

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,10 +23,10 @@ pytest.importorskip("triton")
 import engine.build as build  # noqa: E402
 from cache.config import CacheConfig  # noqa: E402
 from engine.checkpoint import open_checkpoint  # noqa: E402
-from engine.config import EngineConfig  # noqa: E402
+from engine.config import BadConfig, EngineConfig  # noqa: E402
+from engine.cuda import parts  # noqa: E402
 from engine.cuda import runner as cuda_runner  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
-from engine.cuda.slots import Slots  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Abort, Grammar, Pause, Resume, Sampling, Submit  # noqa: E402
 from engine.plan import Row  # noqa: E402
@@ -89,76 +89,13 @@ def truth(folder):
     return ask
 
 
-# ---- slots ---------------------------------------------------------------------------------------
-
-
-def sequence(name: str, blocks: list[int], sampling: Sampling = GREEDY) -> Sequence:
-    submit = Submit(name, [1, 2, 3], 50, sampling)
-    seq = Sequence(submit, 0, b"", 0.0, [1, 2, 3], 0.0)
-    seq.blocks = [SimpleNamespace(id=block) for block in blocks]
-    return seq
-
-
-@dataclass
-class Table:
-    """Slots, and a way to read one's block ids."""
-
-    slots: Slots = field(default_factory=lambda: Slots(3, 8, VOCAB, torch.device(DEVICE)))
-
-    def put(self, seq: Sequence) -> list[int]:
-        """Place and upload; the ids that the device now has for it."""
-        place = self.slots.place(seq)
-        self.slots.upload()
-        return self.slots.table[place.slot, : len(seq.blocks)].tolist()
-
-
-def test_a_placed_sequence_has_its_blocks_and_its_growth_on_the_device():
-    table, seq = Table(), sequence("a", [5, 9])
-    assert table.put(seq) == [5, 9]
-    slot = table.slots.place(seq).slot
-    table.slots.table[slot, 0] = 77  # what is known already is not sent again
-    seq.blocks.append(SimpleNamespace(id=30))
-    assert table.put(seq) == [77, 9, 30]
-    assert table.slots.place(seq).slot == slot
-
-
-def test_a_life_after_preemption_has_other_blocks_in_the_same_slot():
-    table, seq = Table(), sequence("a", [5, 9, 12], PENALISED)
-    table.put(seq)
-    slot = table.slots.place(seq).slot
-    seq.preempted, seq.blocks = 1, [SimpleNamespace(id=b) for b in (21, 22)]
-    seq.tokens += [8, 8]
-    assert table.put(seq) == [21, 22]
-    assert table.slots.place(seq).slot == slot
-    history = table.slots.tables.history[slot]
-    assert history[[1, 2, 3, 8]].tolist() == [1, 1, 1, 4], "prompt bit, and twice its count"
-
-
-def test_slots_are_taken_from_whoever_used_none_longest_and_does_not_fly():
-    table = Table()
-    seqs = [sequence(name, [i + 1]) for i, name in enumerate("abcd")]
-    for seq in seqs[:3]:
-        table.put(seq)
-    seqs[0].flying = 1
-    taken = table.slots.place(seqs[1]).slot
-    assert table.put(seqs[3]) == [4]
-    assert table.slots.place(seqs[3]).slot == taken, "the first in line flies"
-    seqs[2].flying = seqs[3].flying = 1
-    with pytest.raises(AssertionError, match="more sequences in flight than slots"):
-        table.slots.place(seqs[1])
-    table.slots.forget(seqs[2])
-    assert table.put(seqs[1]) == [2]
-    table.slots.forget(sequence("unknown", []))
-    assert len({table.slots.place(seqs[i]).slot for i in (0, 1, 3)}) == 3
-
-
 # ---- steps that are too large --------------------------------------------------------------------
 
 
 def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
     runner = make(folder, True, max_sequences=2, max_batch_tokens=24, mixed_tokens=8).runner
-    seq = sequence("a", [0])
-    seq.tokens = prompt(61)
+    seq = Sequence(Submit("a", prompt(61), 50), 0, b"", 0.0, prompt(61), 0.0)
+    seq.blocks = [SimpleNamespace(id=0)]
     place = runner.slots.place(seq)
     runner.forward.model = None  # whatever runs would fail otherwise
     with pytest.raises(StepTooLarge, match="25 flat tokens; the largest step has 24"):
@@ -249,6 +186,18 @@ def test_a_runner_that_is_let_go_gives_its_memory_back_at_once(folder):
         assert [one() for one in held] == [None] * 4
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("changed", "dtype", "says"), [
+    ({"head_dim": 80}, torch.bfloat16, "head_dim is 80; on a GPU 32, 64, 128 are served"),
+    ({"heads": 34, "kv_heads": 2}, torch.bfloat16, "query heads a key-value head is 17"),
+    ({}, torch.float64, "float64 is not served on a GPU"),
+])
+def test_a_model_that_the_kernels_do_not_know_is_refused_by_name(folder, changed, dtype, says):
+    shape = open_checkpoint(str(folder)).config
+    parts.check(shape, torch.float32)
+    with pytest.raises(BadConfig, match=says):
+        parts.check(replace(shape, **changed), dtype)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

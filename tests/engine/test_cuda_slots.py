@@ -1,0 +1,100 @@
+"""Slots of sequences in the GPU's tables: places, block ids, evictions.  Runs no model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from engine.cuda import slots as cuda_slots  # noqa: E402
+from engine.cuda.slots import Slots  # noqa: E402
+from engine.messages import Sampling, Submit  # noqa: E402
+from engine.sequence import Sequence  # noqa: E402
+
+VOCAB = 259
+GREEDY = Sampling(temperature=0.0)
+PENALISED = Sampling(temperature=0.7, repetition=1.3, frequency=0.4, presence=0.3, seed=13)
+
+
+def sequence(name: str, blocks: list[int], sampling: Sampling = GREEDY) -> Sequence:
+    submit = Submit(name, [1, 2, 3], 50, sampling)
+    seq = Sequence(submit, 0, b"", 0.0, [1, 2, 3], 0.0)
+    seq.blocks = [SimpleNamespace(id=block) for block in blocks]
+    return seq
+
+
+@dataclass
+class Table:
+    """Slots, and a way to read one's block ids."""
+
+    slots: Slots = field(default_factory=lambda: Slots(3, 8, VOCAB, torch.device(DEVICE)))
+
+    def put(self, seq: Sequence) -> list[int]:
+        """Place and upload; the ids that the device now has for it."""
+        place = self.slots.place(seq)
+        self.slots.upload()
+        return self.slots.table[place.slot, : len(seq.blocks)].tolist()
+
+
+def test_a_placed_sequence_has_its_blocks_and_its_growth_on_the_device():
+    table, seq = Table(), sequence("a", [5, 9])
+    assert table.put(seq) == [5, 9]
+    slot = table.slots.place(seq).slot
+    table.slots.table[slot, 0] = 77  # what is known already is not sent again
+    seq.blocks.append(SimpleNamespace(id=30))
+    assert table.put(seq) == [77, 9, 30]
+    assert table.slots.place(seq).slot == slot
+
+
+def test_a_life_after_preemption_has_other_blocks_in_the_same_slot():
+    table, seq = Table(), sequence("a", [5, 9, 12], PENALISED)
+    table.put(seq)
+    slot = table.slots.place(seq).slot
+    seq.preempted, seq.blocks = 1, [SimpleNamespace(id=b) for b in (21, 22)]
+    seq.tokens += [8, 8]
+    assert table.put(seq) == [21, 22]
+    assert table.slots.place(seq).slot == slot
+    history = table.slots.tables.history[slot]
+    assert history[[1, 2, 3, 8]].tolist() == [1, 1, 1, 4], "prompt bit, and twice its count"
+
+
+def test_slots_are_taken_from_whoever_used_none_longest_and_does_not_fly():
+    table = Table()
+    seqs = [sequence(name, [i + 1]) for i, name in enumerate("abcd")]
+    for seq in seqs[:3]:
+        table.put(seq)
+    seqs[0].flying = 1
+    taken = table.slots.place(seqs[1]).slot
+    assert table.put(seqs[3]) == [4]
+    assert table.slots.place(seqs[3]).slot == taken, "the first in line flies"
+    seqs[2].flying = seqs[3].flying = 1
+    with pytest.raises(AssertionError, match="more sequences in flight than slots"):
+        table.slots.place(seqs[1])
+    table.slots.forget(seqs[2])
+    assert table.put(seqs[1]) == [2]
+    table.slots.forget(sequence("unknown", []))
+    assert len({table.slots.place(seqs[i]).slot for i in (0, 1, 3)}) == 3
+
+
+def test_however_many_blocks_are_new_one_compiled_kernel_writes_them(monkeypatch):
+    """Triton compiles anew for every alignment, in the middle of everybody's stream."""
+    addresses, update = [], cuda_slots.update_table
+
+    def watched(table, *given):
+        addresses.extend(tensor.data_ptr() for tensor in given)
+        update(table, *given)
+
+    monkeypatch.setattr(cuda_slots, "update_table", watched)
+    table, seq = Table(), sequence("a", [])
+    for count in (1, 3, 6, 8):
+        seq.blocks = [SimpleNamespace(id=10 + i) for i in range(count)]
+        assert table.put(seq) == [10 + i for i in range(count)]
+    assert len(addresses) == 16 and all(address % 16 == 0 for address in addresses)
