@@ -11,12 +11,19 @@ right before, and that one has waited for its own.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+
+def possible(capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability has the instructions; others cannot compile them."""
+    return capability >= (9, 0)
+
+
 # Measured on an H200: a layer of SmolLM2-135M at one row 18.5 -> 14.5 us, of an 8B 122 -> 116 us.
-OVERLAPS = True
+OVERLAPS = torch.cuda.is_available() and possible(torch.cuda.get_device_capability())
 
 
 @triton.jit

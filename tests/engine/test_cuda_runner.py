@@ -27,6 +27,7 @@ from engine.config import BadConfig, EngineConfig  # noqa: E402
 from engine.cuda import parts  # noqa: E402
 from engine.cuda import runner as cuda_runner  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
+from engine.kernels.overlap import OVERLAPS, possible  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Abort, Grammar, Pause, Resume, Sampling, Submit  # noqa: E402
 from engine.plan import Row  # noqa: E402
@@ -198,6 +199,14 @@ def test_a_model_that_the_kernels_do_not_know_is_refused_by_name(folder, changed
     parts.check(shape, torch.float32)
     with pytest.raises(BadConfig, match=says):
         parts.check(replace(shape, **changed), dtype)
+
+
+def test_kernels_overlap_where_the_instructions_are():
+    """An Ampere or Ada GPU cannot even compile them."""
+    assert not any(possible(at) for at in [(8, 0), (8, 9)])
+    assert all(possible(at) for at in [(9, 0), (10, 0), (12, 0)])
+    if DEVICE == "cuda":
+        assert possible(torch.cuda.get_device_capability()) == OVERLAPS
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
