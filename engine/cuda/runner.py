@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.events import event, stream
-from engine.cuda.forward import Forward, Limits, Staged, noted
+from engine.cuda.forward import Forward, Limits, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.ops import KernelOps
 from engine.cuda.picks import Picks, store_path
@@ -68,7 +68,6 @@ class CudaFlight(Flight):
     """What is kept of a step between its phases."""
 
     draw: Draw | None = None
-    settled: bool = False  # with the forward pass, in one graph
     begun: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
@@ -168,17 +167,12 @@ class CudaRunner:
             self.slots.upload()
             draw = self.settling.prepare(plan.rows, places)
             staged = self.forward.stage(plan.rows, places)
-            whole = draw is not None and self._whole(plan, staged, draw)
             try:
-                if draw is not None and whole:
-                    self.settling.stage(draw)
-                    self._run_whole(staged, draw)
-                else:
-                    self.forward.run(staged)
+                self.forward.run(staged)
             except BaseException:
                 self._lose(plan)
                 raise
-        flight = CudaFlight(plan, draw=draw, settled=whole, begun=begun)
+        flight = CudaFlight(plan, draw=draw, begun=begun)
         self._flights.append(flight)
         return flight
 
@@ -197,9 +191,8 @@ class CudaRunner:
         try:
             with self._on_stream():
                 if flight.draw is not None:
-                    if not flight.settled:
-                        self.settling.stage(flight.draw)
-                        self.settling.run(flight.draw)
+                    self.settling.stage(flight.draw)
+                    self.settling.run(flight.draw)
                     self.settling.fetch(flight.draw)
                 flight.ended = self._recorded(len(flight.plan.rows))
                 if self.head is not None:
@@ -242,24 +235,6 @@ class CudaRunner:
             end = begin + (len(row.draft) + 1 if row.last else 0)
             drawn.append(tokens[begin:end])
             begin = end
-
-    def _whole(self, plan: Plan, staged: Staged, draw: Draw) -> bool:
-        """Whether the step is one graph: all tokens draw, and nobody's mask has to be awaited."""
-        return (
-            self.head is None
-            and draw.size == staged.size
-            and not staged.chunks
-            and all(row.seq.grammar is None for row in plan.rows)
-        )
-
-    def _run_whole(self, staged: Staged, draw: Draw) -> None:
-        forward, settle = self.forward.body(staged), self.settling.body(draw)
-
-        def body() -> None:
-            forward()
-            settle()
-
-        self._graphs.run(("step", draw.size, draw.needs), body)
 
     def _recorded(self, rows: int) -> torch.cuda.Event | None:
         """An event at the stream's present end; None where there is no stream."""
@@ -320,8 +295,6 @@ class CudaRunner:
             for needs in (PLAIN, FILTERED):
                 for masked in (False, True):
                     self.settling.run(self.settling.empty(size, needs, masked=masked))
-                if size in self.forward.sizes:
-                    self._run_whole(self.forward.empty(size), self.settling.empty(size, needs))
 
 
 def _processors(device: torch.device) -> int:
