@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 
 
 def sizes(most: int) -> list[int]:
@@ -18,3 +19,17 @@ def sizes(most: int) -> list[int]:
 def bucket(ordered: list[int], count: int) -> int:
     """The smallest size that holds `count`."""
     return ordered[bisect_left(ordered, count)]
+
+
+def useful(ordered: list[int], cost: Callable[[int], float]) -> list[int]:
+    """The sizes that cost less than every larger one; a step is better off padded past the others.
+
+    (cuBLAS at 448 rows of an 8B: 14.6 ms on an H200, at 512: 12.8.)
+    """
+    kept: list[int] = []
+    least = float("inf")
+    for size in reversed(ordered):
+        if not kept or cost(size) < least:
+            kept.append(size)
+            least = cost(size)
+    return kept[::-1]

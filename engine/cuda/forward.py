@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.buckets import bucket, sizes
+from engine.cuda.buckets import bucket, sizes, useful
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.ops import KernelOps, StepViews, chunks_possible
@@ -107,6 +107,10 @@ class Forward:
         )  # fmt: skip
         views = StepViews(at["tokens"], at["origin"], at["positions"], at["kv"], meta)
         return _Bucket(layout, self._mirror.hosts(layout), views, layout.shapes["chunk_items"][1])
+
+    def keep(self, cost: Callable[[int], float]) -> None:
+        """From now on use only the buckets that no larger one is as cheap as."""
+        self.sizes = useful(self.sizes, cost)
 
     # ---- a step ----------------------------------------------------------------------------------
 

@@ -66,20 +66,22 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """The same for measuring: every token at position 0, stored in the first block.
+    """The same for measuring: a prompt from position 0 on, stored in the first blocks.
 
+    (All tokens in one place would be quick to write in a way that no step is.)
     It knows no KernelOps, which know the picks that know it: in a circle, what was tried on a few
     pages would keep its memory until Python looks for circles, long after pages were sized.
     """
 
     turn: _Turn
     pages: Tensor
-    nowhere: Tensor  # [most] int32, zeros
+    positions: Tensor  # [most] int32
+    slots: Tensor  # [most] int32
 
     def run(self, pick: Pick, x: Tensor, weight: Tensor, both: Tensor) -> None:
         """For `Picks.turn`."""
-        at = self.nowhere[: x.shape[0]]
-        self.turn.run(pick, x, weight, None, both, self.pages, at, at)
+        positions, slots = self.positions[: x.shape[0]], self.slots[: x.shape[0]]
+        self.turn.run(pick, x, weight, None, both, self.pages, positions, slots)
 
 
 class KernelOps:
@@ -112,9 +114,9 @@ class KernelOps:
         )
         cos, sin = (table.float().to(device).contiguous() for table in (angles.cos(), angles.sin()))
         self._turn = _Turn(cos, sin, self._overlap)
-        picks.turn = _Trial(
-            self._turn, pages[0], torch.zeros(most, dtype=torch.int32, device=device)
-        ).run
+        run = torch.arange(most, dtype=torch.int32, device=device)
+        room = pages.shape[1] * pages.shape[3]
+        picks.turn = _Trial(self._turn, pages[0], run % max_len, run % room).run
         self._views: StepViews | None = None
         self._count = self._chunks = self._taken = 0
 

@@ -8,6 +8,7 @@ clearly faster.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -65,6 +66,7 @@ class Picks:
         self.turn: Callable[[Pick, Tensor, Tensor, Tensor], None] | None = None
         self._weights: dict[str, dict[Key, list[Tensor]]] = {}  # by group
         self._chosen: dict[tuple[Key, int], Pick] = {}
+        self._took: dict[tuple[Key, int], float] = {}  # milliseconds a product, by its pick
         self._store = store if device.type == "cuda" else None
         self._changed = False
         if self._store is not None:
@@ -142,10 +144,16 @@ class Picks:
             return
         for key, weights in self._weights.get(group, {}).items():
             if (key, rows) not in self._chosen:
-                self._chosen[key, rows] = self._best(key, weights, rows)
+                self._chosen[key, rows], self._took[key, rows] = self._best(key, weights, rows)
                 self._changed = True
 
-    def _best(self, key: Key, weights: list[Tensor], rows: int) -> Pick:
+    def cost(self, group: str, rows: int) -> float:
+        """Milliseconds of all products of a group together, as measured; 0 where they were not."""
+        known = self._weights.get(group, {}).items()
+        return sum(len(weights) * self._took.get((key, rows), 0.0) for key, weights in known)
+
+    def _best(self, key: Key, weights: list[Tensor], rows: int) -> tuple[Pick, float]:
+        """The pick and its milliseconds a product."""
         kind = key[3]
         few = weights[: max(2, WORKING_SET // weights[0].nbytes + 1)]
         x, out, both = self._operands(key, weights[0], rows)
@@ -166,8 +174,8 @@ class Picks:
             library = _timed(runs(CUBLAS))
             same = self._same(key, x, few[0], best)
             if library < times[best] * (1.0 if same else CLEARLY) and (same or rows > INVARIANT):
-                return CUBLAS
-        return best
+                return CUBLAS, library / len(few)
+        return best, times[best] / len(few)
 
     def _same(self, key: Key, x: Tensor, weight: Tensor, tile: Pick) -> bool:
         """Whether cuBLAS gives the tile's bits."""
@@ -187,7 +195,7 @@ class Picks:
         if self._store is None or not self._changed:
             return
         rows = [
-            [*key, count, None if pick is None else list(astuple(pick))]
+            [*key, count, None if pick is None else list(astuple(pick)), self._took[key, count]]
             for (key, count), pick in self._chosen.items()
         ]
         try:
@@ -200,26 +208,35 @@ class Picks:
             log.warning("picks are not kept: %s", error)
 
     def _load(self, store: Path) -> None:
+        """Take what a store says of this device; a damaged one is measured anew."""
         try:
             found = json.loads(store.read_text())
             if found["device"] != _stamp(self.device):
                 return
-            for columns, depth, epilogue, kind, count, tile in found["picks"]:
+            for columns, depth, epilogue, kind, count, shape, took in found["picks"]:
                 key = (columns, depth, epilogue, kind)
-                self._chosen[key, count] = None if tile is None else Tile(*tile)
+                pick = CUBLAS if shape is None else Tile(*shape)
+                if pick is CUBLAS or pick in _tiles(key, count):
+                    self._chosen[key, count], self._took[key, count] = pick, float(took)
         except (OSError, ValueError, KeyError, TypeError):
-            self._chosen.clear()  # a damaged store is measured anew
+            self._chosen.clear()
+            self._took.clear()
 
 
-def store_path() -> Path:
-    """Where picks are kept between starts."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "slipstream/picks.json"
+def store_path() -> Path | None:
+    """Where picks are kept between starts; None where there is no home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    except RuntimeError:
+        return None
+    return cache / "slipstream/picks.json"
 
 
 def _stamp(device: torch.device) -> str:
-    """What a measurement is true for."""
+    """What a measurement is true for: the device, its libraries, what was there to choose from."""
     name = torch.cuda.get_device_name(device)
-    return f"{name}, torch {torch.__version__}, triton {triton.__version__}, 1"
+    choice = hashlib.sha256(repr(CANDIDATES).encode()).hexdigest()[:16]
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}, {choice}"
 
 
 def _key(linear: Linear, epilogue: str, kind: torch.dtype) -> Key:

@@ -276,6 +276,8 @@ class CudaRunner:
                 for group, size in self._products():
                     self.picks.tune(group, size)
                 self.picks.save()
+            if self._stream is not None:
+                self.forward.keep(lambda size: self.picks.cost("layer", size))
             with timeline.span("graphs"):
                 self._buckets()
             if self._stream is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.cuda import layout
-from engine.cuda.buckets import bucket, sizes
+from engine.cuda.buckets import bucket, sizes, useful
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import ALIGN, Layout, Mirror
 
@@ -83,3 +83,10 @@ def test_without_capture_a_body_runs_every_time():
     for _ in range(3):
         graphs.run("key", lambda: ran.append(1))
     assert len(ran) == 3 and len(graphs) == 0 and "key" not in graphs
+
+
+def test_a_size_that_a_larger_one_undercuts_is_not_used():
+    costs = {1: 5.0, 2: 5.0, 4: 4.0, 8: 6.0, 16: 9.0, 24: 8.5, 32: 12.0}
+    assert useful([*costs], costs.__getitem__) == [4, 8, 24, 32]
+    assert useful([*costs], float) == [*costs]  # nothing to gain where costs rise
+    assert useful([7], lambda size: 0.0) == [7], "the largest always stays"
