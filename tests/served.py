@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 
 from engine.scripted import letter
+from gateway.bench import with_ours
 from tests.live import Answer, Live, drain
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKEN = b'"content":"'
 LONG = 1_000_000
 
@@ -108,7 +106,7 @@ def served(*engine_options: str) -> Iterator[Served]:
     """A server whose scripted engine has these options."""
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "gateway.bench", *engine_options], stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL, text=True, env=with_ours(),
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None

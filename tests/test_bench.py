@@ -81,7 +81,7 @@ def test_decode_and_prefill_measure_a_tiny_model(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.bench._flops", lambda dtype: 1e10)
     folder = str(write_llama(tmp_path / "model"))
     checkpoint = open_checkpoint(folder)
-    config = EngineConfig(model=folder, dtype="float32", threads=1)
+    config = EngineConfig(model=folder, device="cpu", dtype="float32", threads=1)
     rows = list(decode(config, checkpoint, 0.1))
     assert [row["what"] for row in rows[1::2]] == [
         "decode  1 sequences: step", "decode  2 sequences: step"

@@ -19,6 +19,7 @@ import pytest
 import uvloop
 
 from gateway import http
+from gateway.bench import with_ours
 from gateway.config import GatewayConfig
 from gateway.supervision import Supervision
 from gateway.workers import Program, Workers
@@ -26,7 +27,7 @@ from tests.auditor import Auditor
 from tests.linking import RULES
 from tests.linking import until as until_async
 from tests.live import Answer
-from tests.served import LONG, ROOT, TOKEN, Client, Served, content, letters, served, until
+from tests.served import LONG, TOKEN, Client, Served, content, letters, served, until
 
 TWO = ("--workers", "2")
 NAMES = ("num_requests", "prompt_tokens_total", "generation_tokens", "kv_cache", "prefix", "spec",
@@ -189,7 +190,7 @@ def in_process(
     worker: Program | None = None, engine: Program | None = None, rules: Supervision = RULES
 ) -> Workers:
     """The server's own process is this one."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = with_ours()
     config = GatewayConfig(port=0, drain_delay_s=0, drain_timeout_s=1)
     return Workers(
         config,

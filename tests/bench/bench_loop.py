@@ -74,8 +74,8 @@ def make(folder: Path, rows: int, depth: int) -> Engine:
     """An engine with room for that many sequences and nothing to compute."""
     blocks = rows * (PROMPT + OUTPUT) // 64 + 2 * rows
     config = EngineConfig(
-        model=str(folder), dtype="bfloat16", max_sequences=rows, max_batch_tokens=8192,
-        cache=CacheConfig(blocks=blocks), mixed_tokens=4096,
+        model=str(folder), device="cpu", dtype="bfloat16", max_sequences=rows,
+        max_batch_tokens=8192, cache=CacheConfig(blocks=blocks), mixed_tokens=4096,
     )
     engine = Engine(config, open_checkpoint(str(folder)))
     engine.runner = NoModel(depth)
