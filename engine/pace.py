@@ -22,6 +22,8 @@ from itertools import pairwise
 FIRST = 512  # prompt tokens while nothing has been measured
 LEAST = 64  # prompt tokens of a step, however slow: a prompt that waits must get on
 MARGIN = 0.9  # of the gap is planned for: the average step is no bound for the slow ones
+STRAIN = 2.5  # times the gap may be stretched behind a long queue of prompts
+CALM_S, STRAINED_S = 0.25, 1.0  # work in the queue from which it stretches, and to which
 STRETCH = 1.5  # times a step without prompts may take with them, where that is beyond the gap
 WEIGHT = 0.3  # of a new measurement in its bucket's average
 OUTLIER = 3.0  # times the expected: what a measurement counts at most
@@ -59,18 +61,29 @@ class Pace:
         """Seconds that a step of so many flat tokens takes, or at most; 0 while none was seen."""
         return self._costs[self._bucket(tokens)] if self._costs else 0.0
 
-    def budget(self, taken: int) -> int:
-        """Prompt tokens of a step in which `taken` others (decoded, drafted) are computed."""
+    def budget(self, taken: int, backlog: int = 0) -> int:
+        """Prompt tokens of a step in which `taken` others (decoded, drafted) are computed.
+
+        `backlog` prompt tokens wait altogether, admitted or not.  Behind a short queue the gap is
+        kept; a long one stretches it up to STRAIN times, because small steps cost more a token, and
+        who waits for a first token waits for all of them.
+        """
         if not self._gap_s:
             return self._most
         if not self._costs:
             return min(self._most, FIRST)
         at = self._bucket(taken)
         alone = self._costs[at] if self._seen[at] else 0.0  # a bound must not excuse a long step
-        limit = max(MARGIN * self._gap_s, STRETCH * alone)
+        limit = max(MARGIN * self._gap_s * self._strain(backlog), STRETCH * alone)
         fits = bisect_right(self._costs, limit)
         room = self._sizes[fits - 1] - taken if fits else 0
         return min(self._most, max(LEAST, room))
+
+    def _strain(self, backlog: int) -> float:
+        """How far the gap is stretched: by the seconds that the backlog takes in large steps."""
+        waited = backlog * self._costs[-1] / self._sizes[-1]
+        share = (waited - CALM_S) / (STRAINED_S - CALM_S)
+        return 1.0 + (STRAIN - 1.0) * min(max(share, 0.0), 1.0)
 
     def _bucket(self, tokens: int) -> int:
         return min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)

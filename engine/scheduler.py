@@ -107,7 +107,7 @@ class Scheduler:
         if decoders:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
             spare = prompts - len(decoders)
-            prompts = min(spare, self._beside(decoders)) if prefills or self.waiting else 0
+            prompts = min(spare, self._beside(decoders, prefills))
             self._decode(decoders, spare - prompts, rows)
         for seq in prefills:
             if prompts > 0 and seq in self.running and (row := self._row(seq, prompts, rows)):
@@ -124,9 +124,13 @@ class Scheduler:
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
         return Plan(rows, fresh, copies)
 
-    def _beside(self, decoders: list[Sequence]) -> int:
-        """Prompt tokens that keep nobody's stream too long."""
-        return self.pace.budget(sum(1 + len(seq.draft) for seq in decoders))
+    def _beside(self, decoders: list[Sequence], prefills: list[Sequence]) -> int:
+        """Prompt tokens that keep nobody's stream too long; 0 when no prompt waits."""
+        if not prefills and not self.waiting:
+            return 0
+        backlog = sum(seq.want for seq in prefills)
+        backlog += sum(len(seq.tokens) for seq in self.waiting)
+        return self.pace.budget(sum(1 + len(seq.draft) for seq in decoders), backlog)
 
     def _decode(self, decoders: list[Sequence], spare: int, rows: list[Row]) -> None:
         """Add the rows of those that decode, with `spare` draft tokens shared fairly."""

@@ -10,7 +10,17 @@ import pytest
 from engine.config import WHOLE_BATCH, BadConfig, EngineConfig
 from engine.cuda.buckets import sizes
 from engine.messages import Sampling, Submit
-from engine.pace import FIRST, LEAST, MARGIN, OUTLIER, STRETCH, Pace
+from engine.pace import (
+    CALM_S,
+    FIRST,
+    LEAST,
+    MARGIN,
+    OUTLIER,
+    STRAIN,
+    STRAINED_S,
+    STRETCH,
+    Pace,
+)
 from tests.driver import Run, make
 from tests.tiny import write_llama
 
@@ -286,3 +296,22 @@ def test_a_step_on_the_cpu_is_measured(folder):
     Run(engine).put(Submit("r", [1, 2, 3], 2, GREEDY)).drain()
     assert [tokens for tokens, _ in seen] == [3, 1]
     assert all(0 < seconds < 10 for _, seconds in seen)
+
+
+def test_a_long_queue_stretches_the_gap_and_a_short_one_does_not():
+    pace = Pace(SIZES, GAP, 2048)
+    for size in SIZES:
+        for _ in range(30):
+            pace.observe(size, large(size))
+    second = round(1 / (large(2048) / 2048))  # prompt tokens that take a second
+    calm = pace.budget(50)
+    assert pace.budget(50, int(CALM_S * second) - 1) == calm
+    budgets = [pace.budget(50, int(seconds * second)) for seconds in (0.25, 0.4, 0.6, 0.8, 1.0, 9)]
+    assert budgets == sorted(budgets) and budgets[-1] == budgets[-2] > 2 * calm
+    longest = large(padded(50 + pace.budget(50, int(STRAINED_S * second) + 1)))
+    assert GAP < longest <= STRAIN * MARGIN * GAP
+
+
+def test_without_a_measurement_or_a_gap_a_queue_changes_nothing():
+    assert Pace(SIZES, GAP, 2048).budget(5, 10**6) == FIRST
+    assert Pace(SIZES, 0.0, 700).budget(5, 10**6) == 700
