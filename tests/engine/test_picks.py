@@ -1,0 +1,117 @@
+"""What is kept of measured products, and what a store may not bring in.  Measures nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+from engine.cuda import picks as module
+from engine.cuda.picks import CANDIDATES, CUBLAS, Picks, height, store_path
+from engine.kernels.matmul import Tile
+from engine.layers import Linear
+
+STAMP = "a card, its libraries"
+KEY = (960, 576, "turn64", "bfloat16")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A device whose name can be asked for; nothing is launched on it."""
+    monkeypatch.setattr(module, "_stamp", lambda device: STAMP)
+    return torch.device("cuda")
+
+
+def kept(path, *picks, stamp=STAMP):
+    path.write_text(json.dumps({"device": stamp, "picks": picks}))
+    return path
+
+
+def test_what_was_measured_is_there_at_the_next_start(card, tmp_path):
+    first = Picks(card, tmp_path / "deep" / "picks.json")
+    tile = Tile(16, *CANDIDATES[16][0])
+    first._chosen[KEY, 4], first._took[KEY, 4] = tile, 0.0025
+    first._chosen[KEY, 512], first._took[KEY, 512] = CUBLAS, 0.01
+    first._changed = True
+    first.save()
+    second = Picks(card, tmp_path / "deep" / "picks.json")
+    assert second._chosen == first._chosen and second._took == first._took
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [*KEY, 4, [16, 48, 64, 4, 5, 0], 0.1],  # no candidate
+        [*KEY, 4, [32, *CANDIDATES[32][0], 0], 0.1],  # of another height
+        [*KEY, 4, [16, 128, 128, 4, 3, 0], 0.1],  # wider than the head
+        [960, 256, "add", "bfloat16", 4, [16, 16, 64, 4, 5, 512], 0.1],  # deeper than the product
+    ],
+)
+def test_a_tile_that_is_none_of_ours_is_not_taken(card, tmp_path, entry):
+    good = [*KEY, 8, [16, *CANDIDATES[16][0], 0], 0.2]
+    picks = Picks(card, kept(tmp_path / "picks.json", entry, good))
+    assert list(picks._chosen) == [(KEY, 8)]
+
+
+DAMAGED = ["", "[]", "{", json.dumps({"device": STAMP, "picks": [[1]]})]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_store_is_measured_anew(card, tmp_path, text):
+    path = tmp_path / "picks.json"
+    path.write_text(text)
+    assert not Picks(card, path)._chosen
+
+
+def test_another_card_or_other_candidates_are_measured_anew(card, tmp_path):
+    entry = [*KEY, 8, [16, *CANDIDATES[16][0], 0], 0.2]
+    assert not Picks(card, kept(tmp_path / "picks.json", entry, stamp="another"))._chosen
+
+
+def test_a_store_that_cannot_be_written_is_no_error(card, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    picks = Picks(card, tmp_path / "file" / "picks.json")
+    picks._changed = True
+    picks.save()
+    assert "not kept" in caplog.text
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.expanduser", _homeless)
+    assert store_path() is None
+
+
+def _homeless(path):
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_the_cost_of_a_step_counts_every_layer():
+    picks = Picks(torch.device("cpu"))
+    for _ in range(3):
+        picks.note("layer", Linear(torch.zeros(960, 576)), "add", torch.float32)
+    picks.note("head", Linear(torch.zeros(64, 576)), "store", torch.float32)
+    key = (960, 576, "add", "float32")
+    picks._took[key, 8] = 0.5
+    assert picks.cost("layer", 8) == 1.5 and picks.cost("layer", 16) == picks.cost("head", 8) == 0
+
+
+def test_a_biased_product_never_goes_to_cublas():
+    picks = Picks(torch.device("cpu"))
+    biased = Linear(torch.zeros(64, 32), torch.zeros(64))
+    key = (64, 32, "store", "float32")
+    picks._chosen[key, 4] = CUBLAS
+    assert picks.pick(Linear(torch.zeros(64, 32)), "store", 4, torch.float32) is CUBLAS
+    assert picks.pick(biased, "store", 4, torch.float32) == Tile(16, *CANDIDATES[16][0])
+
+
+@pytest.mark.parametrize(
+    "rows, tile", [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (999, 128)]
+)
+def test_a_tile_is_as_high_as_the_rows_need(rows, tile):
+    assert height(rows) == tile
