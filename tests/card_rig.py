@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from tests.proposers import ForcedDrafts
 
 ROWS = 128  # of a step, up to which bits are promised
 PROMPT = 129  # tokens: two full blocks for the cache, and the one that every run computes itself
+NEAR = 0.35  # nats between the best two tokens where bf16 may choose either
 BLOCKS = 8000  # so many that no prompt leaves the cache
 DRAWS = [
     Sampling(temperature=0.0, logprobs=0),
@@ -74,11 +77,11 @@ class Rig:
     def alone(self, *submits: Submit) -> Bits:
         """One request after the other, each on the KV that its prompt got in the cache."""
         for submit in submits:
-            key = (submit.id, 0)
-            if key not in self.known:
+            if (submit.id, 0) not in self.known:
                 self.run(replace(submit, max_tokens=1))  # fills the cache
                 self.known |= self.run(submit)
-        return {(submit.id, 0): self.known[submit.id, 0] for submit in submits}
+        wanted = [(submit.id, index) for submit in submits for index in range(submit.n)]
+        return {key: self.known[key] for key in wanted}
 
     def asks(self, count: int) -> list[Submit]:
         """Requests that end at different places, drawn in three ways."""
@@ -109,6 +112,12 @@ class Widest:
             return stage(forward, rows, places)
 
         forward.stage = staged
+
+
+@functools.cache
+def smol() -> Rig:
+    """The real model; one engine for all files of a run."""
+    return Rig("SmolLM2", boot(os.environ["SLIPSTREAM_GGUF"], 1024))
 
 
 def boot(model: str, tokens: int) -> Engine:
@@ -144,6 +153,27 @@ def differing(found: Bits, wanted: Bits) -> list[tuple[tuple[str, int], int]]:
 def tokens(bits: Bits) -> Bits:
     """The same without log-probabilities."""
     return {key: [(token, 0.0) for token, _ in text] for key, text in bits.items()}
+
+
+def counted(
+    rig: Rig, what: str, asks: list[Submit], wanted: Bits, disturb=None
+) -> Run:
+    """Run, and hold every first difference of greedy texts to a near-tie."""
+    run = Run(rig.engine).put(*asks).drain(disturb=disturb)
+    assert not run.failed and not run.refused and rig.engine.pool.used == 0
+    found = {key: rig.bits(run, key) for key in wanted}
+    gaps = [gap(run, key, at) for key, at in differing(tokens(found), tokens(wanted))]
+    assert all(value < NEAR for value in gaps), gaps
+    record(what, f"{len(wanted)} greedy texts, {tokens_of(wanted)} tokens: {len(gaps)} with "
+                 f"another token, all near-ties {gaps}")
+    return run
+
+
+def greedy(rig: Rig, count: int, length: int = PROMPT, name: str = "k") -> list[Submit]:
+    """Requests whose first differences `counted` can judge; the same name is the same prompts."""
+    sampling, first = Sampling(temperature=0.0, logprobs=2), 900 * sum(name.encode())
+    return [Submit(f"{name}{i}", rig.prompt(length, first + i), 24, sampling)
+            for i in range(count)]
 
 
 def gap(run: Run, key: tuple[str, int], at: int) -> float:

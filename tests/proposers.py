@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,7 +84,10 @@ class ForcedDrafts:
 
 
 class RandomHead:
-    """A one-layer draft with random weights and a KV of its own, behind the real protocol."""
+    """A one-layer draft with random weights and a KV of its own, behind the real protocol.
+
+    It computes on the CPU wherever the features are, in fp64.
+    """
 
     source = "head"
 
@@ -128,6 +132,7 @@ class RandomHead:
         return feature + mixed @ self.out.T
 
     def extend(self, features: Features) -> None:
+        features = on_cpu(features)
         batch = features.batch
         ends = [s + 1 + c for s, c in zip(batch.starts, batch.counts, strict=True)]
         seen = [-(-end // self.size) for end in ends]
@@ -142,6 +147,7 @@ class RandomHead:
         self.tables = batch.tables
 
     def step(self, features: Features, depth: int) -> Tensor:
+        device, features = features.last.device, on_cpu(features)
         self.steps += 1
         if depth:
             at = (self.at + depth).tolist()
@@ -160,4 +166,31 @@ class RandomHead:
         )
         hot = features.temperatures[:, None].double()
         self.drawn = torch.where(hot > 0, logits / hot.clamp(min=1e-6) + noise, logits).argmax(-1)
-        return self.drawn
+        return self.drawn.to(device)
+
+
+class KnowingHead(RandomHead):
+    """The same, but it knows some answers: (prompt length, tokens) by request seed."""
+
+    def __init__(self, *given, answers: dict[int, tuple[int, list[int]]]) -> None:
+        super().__init__(*given)
+        self.answers = answers
+
+    def step(self, features: Features, depth: int) -> Tensor:
+        drawn = super().step(features, depth)
+        for place, seed in enumerate(features.seeds.tolist()):
+            length, text = self.answers.get(seed, (0, []))
+            at = int(self.at[place]) + 2 + depth - length
+            if 0 <= at < len(text):
+                self.drawn[place] = text[at]
+        return self.drawn.to(drawn.device)
+
+
+def on_cpu(features: Features) -> Features:
+    """Features whose tensors are in host memory."""
+    def moved(holder):
+        return {name: value.cpu() for name in holder.__dataclass_fields__
+                if isinstance(value := getattr(holder, name), Tensor)}
+
+    batch = replace(features.batch, **moved(features.batch))
+    return replace(features, batch=batch, **moved(features))

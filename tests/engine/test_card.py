@@ -2,6 +2,8 @@
 
     SLIPSTREAM_GGUF=... python -m pytest -m gpu -s tests/engine/test_card.py
 
+What a request may ask for and go through is in test_card_requests.py.
+
 Equal means equal bits: tokens, and the float32 log-probability of each, which moves when any logit
 of its row does.  That is promised for steps of up to 128 rows (design: row-invariant decode) on one
 KV; where prompts are computed in other pieces, the first differences must be near-ties.  Each
@@ -24,15 +26,19 @@ from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.messages import Abort, Grammar, Sampling, Submit
+from tests import card_rig
 from tests.card_rig import (
     DRAWS,
+    NEAR,
     PROMPT,
     ROWS,
     Bits,
     Rig,
     boot,
+    counted,
     differing,
     gap,
+    greedy,
     record,
     tokens,
     tokens_of,
@@ -44,7 +50,6 @@ from tests.proposers import AdversarialDrafts, ForcedDrafts, OracleDrafts, Rando
 pytestmark = [pytest.mark.gpu, pytest.mark.model, pytest.mark.timeout(300)]
 
 CROWDS = [2, 3, 8, 9, 17, 33, 64, 65, 100, 128]
-NEAR = 0.35  # nats between the best two tokens where bf16 may choose either
 TEXTS = """The capital of France is|Water boils at|def fibonacci(n):|Once upon a time there was a
 The three primary colours are|To make a good cup of tea, first|Dear Sir or Madam, I am writing
 In 1969 the first human|SELECT name, age FROM users WHERE|The quick brown fox|My favourite season
@@ -55,7 +60,7 @@ import numpy as np|A prime number is|The mitochondria are|Roses are red, violets
 
 @pytest.fixture(scope="module")
 def smol():
-    return Rig("SmolLM2", boot(os.environ["SLIPSTREAM_GGUF"], 1024))
+    return card_rig.smol()
 
 
 @pytest.fixture(scope="module")
@@ -202,22 +207,6 @@ def test_a_host_far_ahead_of_a_long_prompt_changes_no_bit(smol):
 
 
 # ---- counted -------------------------------------------------------------------------------------
-
-
-def counted(rig: Rig, what: str, asks: list[Submit], wanted: Bits, disturb=None) -> None:
-    """Run, and hold every first difference to a near-tie."""
-    run = Run(rig.engine).put(*asks).drain(disturb=disturb)
-    assert not run.failed and rig.engine.pool.used == 0
-    found = {key: rig.bits(run, key) for key in wanted}
-    gaps = [gap(run, key, at) for key, at in differing(tokens(found), tokens(wanted))]
-    assert all(value < NEAR for value in gaps), gaps
-    record(what, f"{len(wanted)} greedy texts, {tokens_of(wanted)} tokens: {len(gaps)} with "
-                 f"another token, all near-ties {gaps}")
-
-
-def greedy(rig: Rig, count: int) -> list[Submit]:
-    sampling = Sampling(temperature=0.0, logprobs=2)
-    return [Submit(f"k{i}", rig.prompt(PROMPT, 900 + i), 24, sampling) for i in range(count)]
 
 
 def test_preemption_costs_near_ties_only(smol):
