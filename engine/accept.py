@@ -10,8 +10,9 @@ Every token that comes out was drawn by the target: a draft can change the speed
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 
 class GrammarEnd(Protocol):
@@ -25,8 +26,7 @@ class GrammarEnd(Protocol):
         """Move over `token`; False, and unmoved, when it is not legal."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True, gc=False):
     """What may end a choice inside a run of accepted tokens."""
 
     remaining: int  # output tokens that may still come, at least 1
@@ -34,8 +34,7 @@ class End:
     grammar: GrammarEnd | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True, gc=False):
     """What a choice gains from one step."""
 
     tokens: list[int]  # in order; never empty unless `finish` is "error"
@@ -76,11 +75,17 @@ def _ending(token: int, end: End, used: int) -> str:
     """How `token`, the `used`-th of this run, ends the choice; "" when it does not."""
     if token < 0:
         return "error"
-    if token in end.stop_ids:
-        return "stop"
-    if end.grammar is not None:
-        if not end.grammar.accept(token):
+    grammar = end.grammar
+    if grammar is not None and token not in end.stop_ids:
+        if not grammar.accept(token):
             return "error"
-        if end.grammar.finished:
+        if grammar.finished:
             return "stop"
-    return "length" if used == end.remaining else ""
+    return ending(token, end.stop_ids, end.remaining - used)
+
+
+def ending(token: int, stop_ids: Collection[int], left: int) -> str:
+    """How a token that no grammar judges ends its choice; `left`: tokens that may follow it."""
+    if token in stop_ids:
+        return "stop"
+    return "" if left else "length"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.accept import Accepted, accept
+from engine.accept import Accepted, accept, ending
 from engine.build import build
 from engine.cuda.buckets import sizes
 from engine.device import pick
@@ -206,12 +206,15 @@ class Engine:
         outs: list[Out] = []
         failed: dict[str, Sequence] = {}
         at = 0
+        alone = not flight.logprobs and not flight.drafts  # tokens are all that the step gave
         for i, (row, drawn) in enumerate(zip(flight.plan.rows, flight.drawn, strict=True)):
             seq = row.seq
             if seq.gone:
                 self.scheduler.wasted += 1
             elif not row.last:
                 self.scheduler.commit(row, None)
+            elif alone and seq.free and not row.draft and drawn[0] >= 0:
+                outs.append(self._gain_one(row, drawn[0]))
             else:
                 accepted = accept(drawn, row.draft, seq.end())
                 found = flight.logprobs[at : at + len(accepted.tokens)] if flight.logprobs else ()
@@ -254,6 +257,19 @@ class Engine:
             drafted=seq.drafted,
             accepted=seq.accepted,
         )
+
+    def _gain_one(self, row: Row, token: int) -> Out:
+        """The same for a row without a draft, of a sequence that nothing but its ends follows."""
+        seq = row.seq
+        finish = ending(token, seq.stop_ids, seq.most - len(seq.tokens) - 1)
+        self._generated += 1
+        self.scheduler.commit_one(row, token, finish)
+        if finish:
+            self._forget(seq)
+        return Out(
+            seq.submit.id, seq.index, [token], finish, finish == "stop", [],
+            seq.cached or 0, seq.written, seq.drafted, seq.accepted,
+        )  # fmt: skip
 
     def _forget(self, seq: Sequence) -> None:
         """A sequence is over: take it out everywhere."""

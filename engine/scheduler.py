@@ -135,8 +135,15 @@ class Scheduler:
     def _decode(self, decoders: list[Sequence], spare: int, rows: list[Row]) -> None:
         """Add the rows of those that decode, with `spare` draft tokens shared fairly."""
         preempted = self.preemptions
+        size, ahead = self.pool.size, 1 + self.lookahead
         for left, seq in zip(range(len(decoders), 0, -1), decoders, strict=True):
             if self.preemptions != preempted and seq not in self.running:
+                continue
+            start = seq.computed + seq.flying
+            if not seq.draft and start + ahead <= len(seq.blocks) * size:  # _row's usual result
+                rows.append(Row(seq, start, 1, True, seq.pending > 0))
+                seq.flying += 1
+                seq.pending += 1
                 continue
             if row := self._row(seq, 1 + spare // left if seq.draft else 1, rows):
                 rows.append(row)
@@ -157,9 +164,11 @@ class Scheduler:
                 if room <= 0:
                     continue
                 room -= 1
-            if seq.pending and seq.pending >= seq.remaining:
+            known = len(seq.tokens) + seq.pending
+            if seq.pending and known >= seq.most:
                 continue  # what flies draws its last token
-            (decoders if seq.decoding else prefills).append(seq)
+            decodes = known - seq.computed - seq.flying == 1  # as seq.decoding says
+            (decoders if decodes else prefills).append(seq)
         return decoders, prefills
 
     def _row(self, seq: Sequence, budget: int, rows: list[Row]) -> Row | None:
@@ -293,8 +302,7 @@ class Scheduler:
         seq.flying -= row.count
         if accepted is None:
             seq.computed = row.start + row.count
-            if self.config.prefix_caching:
-                publish(self.pool, seq)
+            self._publish(seq)
             return
         seq.pending -= 1
         before = len(seq.tokens)
@@ -305,11 +313,27 @@ class Scheduler:
             seq.drafted += len(row.draft)
             seq.accepted += accepted.matched
             seq.drop_draft()
-        if self.config.prefix_caching:
-            publish(self.pool, seq)
+        self._publish(seq)
         if seq.siblings:
             self._fork(seq)
         seq.finish = accepted.finish
+
+    def commit_one(self, row: Row, token: int, finish: str) -> None:
+        """The same for a row without a draft that gave a token: most rows of most steps."""
+        seq = row.seq
+        assert not seq.gone, f"a result of {seq.key} is booked after its end"
+        seq.flying -= row.count
+        seq.pending -= 1
+        seq.computed = len(seq.tokens)
+        seq.tokens.append(token)
+        self._publish(seq)
+        if seq.siblings:
+            self._fork(seq)
+        seq.finish = finish
+
+    def _publish(self, seq: Sequence) -> None:
+        if (len(seq.keys) + 1) * self.pool.size <= seq.computed and self.config.prefix_caching:
+            publish(self.pool, seq)
 
     def cancel(self, plan: Plan) -> None:
         """The plan did not fly: its rows are wanted as before.  Its copies and clears are done."""
@@ -372,23 +396,3 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)
         seq.blocks = []
-
-    def check(self) -> None:
-        """Assert that pool, queue and running set agree."""
-        self.pool.check()
-        held = sum(len(seq.blocks) for seq in self.running)
-        assert held >= self.pool.used, f"{self.pool.used} blocks in use, sequences hold {held}"
-        for seq in self.waiting:
-            assert not seq.blocks, f"waiting sequence {seq.key} holds {len(seq.blocks)} blocks"
-            assert not seq.flying and not seq.pending, f"{seq.key} waits and flies"
-        for seq in self.running:
-            start = seq.computed + seq.flying
-            assert not self._lacking(seq, start), f"{seq.key} lacks blocks"
-            assert start < seq.known and seq.computed < len(seq.tokens), f"{seq.key} is ahead"
-            assert 0 <= seq.pending <= seq.flying, f"{seq.key} draws what it does not compute"
-        there = [s for seq in (*self.running, *self.waiting) for s in (seq, *seq.siblings)]
-        known = [seq for choices in self.living.values() for seq in choices]
-        assert set(map(id, there)) == set(map(id, known)), "a living sequence is lost"
-        assert len(there) == len(known), "a sequence is in two places"
-        assert not any(seq.gone for seq in known), "a sequence lives after its end"
-        assert self.paused <= self.living.keys(), "an ended request is paused"

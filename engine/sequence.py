@@ -53,13 +53,20 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)
     key: tuple[str, int] = field(init=False)  # request id and choice: unique among the living
     prompt_len: int = field(init=False)  # tokens
+    most: int = field(init=False)  # tokens of prompt and output that max_tokens allows
     order: tuple[int, float, int] = field(init=False)  # who goes first; from the end, who yields
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.submit.stop_ids)
         self.key = self.submit.id, self.index
         self.prompt_len = len(self.submit.prompt)
+        self.most = self.prompt_len + self.submit.max_tokens
         self.order = self.submit.priority, self.rank, self.index
+
+    @property
+    def free(self) -> bool:
+        """No grammar and no history have to be told what it says."""
+        return self.grammar is None and self.history is None
 
     @property
     def sampling(self) -> Sampling:
@@ -69,7 +76,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Output tokens that max_tokens still allows."""
-        return self.submit.max_tokens + self.prompt_len - len(self.tokens)
+        return self.most - len(self.tokens)
 
     @property
     def known(self) -> int:
@@ -88,7 +95,7 @@ class Sequence:
 
     def end(self) -> End:
         """What may end it inside an accepted run."""
-        return End(self.remaining, self.stop_ids, self.grammar)
+        return End(self.most - len(self.tokens), self.stop_ids, self.grammar)
 
     def drop_draft(self) -> None:
         """Forget the guess; a later one may come."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from cache.config import CacheConfig
 from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
+from engine.consistency import check
 from engine.loop import Engine
 from engine.messages import Failed, Out, Refused, Step, Submit, ToGateway
 
@@ -63,7 +64,7 @@ class Run:
                     self.refused[message.id] = message
                 case Failed():
                     self.failed[message.id] = message
-        self.engine.scheduler.check()
+        check(self.engine.scheduler)
 
     def finish(self, key: tuple[str, int]) -> str:
         outs = self.outs.get(key)
@@ -79,7 +80,7 @@ class Run:
             if disturb is not None:
                 self.take(self.engine.drain())
                 disturb(self.engine, number)
-                self.engine.scheduler.check()
+                check(self.engine.scheduler)
             compiling = self.engine.intake.compiling
             if not self.engine.busy and not compiling and self.engine.inbox.empty():
                 return self

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from cache.config import CacheConfig
 from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
+from engine.consistency import check
 from engine.loop import Engine
 from engine.messages import Abort, Grammar, Sampling, Submit
 from tests import card_rig
@@ -281,7 +282,7 @@ def test_2000_random_aborts_leave_the_pool_full(smol):
             for _ in range(chance.choice([1, 2, 3])):
                 run.step()
         run.put(*(Abort(name) for name in alive)).drain()
-    engine.scheduler.check()
+    check(engine.scheduler)
     pool = engine.pool
     assert not run.failed and pool.used == 0 and not engine.intake.arrived
     assert pool.free_count + pool.cached == pool.total
