@@ -19,6 +19,7 @@ from engine.kernels.attention_plan import SHORT
 from engine.kernels.chunk_attention import chunk_attention
 from engine.kernels.decode_attention import DecodeScratch, decode_attention
 from engine.kernels.embed import embed
+from engine.kernels.launch import library
 from engine.kernels.norm import norm
 from engine.kernels.overlap import OVERLAPS
 from engine.kernels.project import project
@@ -60,7 +61,7 @@ class _Turn:
             project(x, weight, both, *turn, pick, bias=bias, overlap=self.overlap)
             return
         assert bias is None, "picks keep cuBLAS away from biases"
-        torch.mm(x, weight.t(), out=both)
+        library(x, weight, both)
         rotate_and_store(both, *turn, pairs="neighbours", overlap=self.overlap)
 
 

@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from engine.cuda.events import event
+from engine.kernels.launch import library
 from engine.kernels.matmul import Tile, gate, product
 from engine.kernels.norm import norm
 from engine.kernels.overlap import OVERLAPS
@@ -267,13 +268,12 @@ def _launch(
     if pick is not None:
         product(x, weight, out, pick, bias=bias, residual=residual, swiglu=both is not None,
                 overlap=overlap)
-    elif both is not None:
-        torch.mm(x, weight.t(), out=both)
+        return
+    if both is not None:
+        library(x, weight, both)
         gate(both, out, overlap=overlap)
-    elif residual is not None:
-        out.addmm_(x, weight.t())
     else:
-        torch.mm(x, weight.t(), out=out)
+        library(x, weight, out, add=residual is not None)
 
 
 def _timed(run: Callable[[], None]) -> float:

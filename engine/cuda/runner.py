@@ -259,8 +259,12 @@ class CudaRunner:
 
     @torch.inference_mode()
     def compile(self) -> None:
-        """Compile, on all cores, every kernel that a plan may need; quick where they are cached."""
-        with self._on_stream(), compiling(os.cpu_count() or 1), self._graphs.dry():
+        """Compile and load every kernel that a plan may need, on all cores.
+
+        The weights are not read: they may be without values, or without memory (torch's "meta").
+        """
+        threads = os.cpu_count() or 1
+        with self._on_stream(), compiling(threads, self.device), self._graphs.dry():
             for group, size in self._products():
                 self.picks.compile(group, size)
             self._buckets()

@@ -1,44 +1,99 @@
-"""Enqueue kernels, or only compile them, on many threads at once.  Knows none of them.
+"""Enqueue kernels, or only make them ready, on many threads at once.  Writes none.
 
 A first start on a machine has about a hundred kernels to compile, each of which keeps one thread
-busy for half a second.  `compiling` turns every `enqueue` into a request to compile, so that the
-code that will launch them names them, and all are compiled side by side.
+busy for a sixth of a second, and a stub in C for each kind of launch.  `compiling` turns every
+`enqueue` into a request to compile and to load, so that the code that will launch the kernels names
+them, and all are made side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 
-_only_compile = False
+# What was named within `compiling`; None where kernels are launched.  A thread's own: one may name
+# kernels while another one launches some.
+_named: ContextVar[set[Hashable] | None] = ContextVar("named", default=None)
 
 
 def enqueue(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     """What to call with the kernel's arguments: its launch, or its compilation."""
-    if _only_compile:
-        return partial(kernel.warmup, grid=grid)
-    launch: Callable[..., object] = kernel[grid]
-    return launch
+    named = _named.get()
+    if named is None:
+        launch: Callable[..., object] = kernel[grid]
+        return launch
+
+    def name(*values: Any, **options: Any) -> None:
+        # A model names each kernel once a layer and bucket: thousands of times, and Triton takes
+        # a tenth of a millisecond for each as long as the kernel is not there.
+        key = (kernel, *map(_kind, values), *((at, _kind(options[at])) for at in options))
+        if key not in named:
+            named.add(key)
+            kernel.warmup(*values, grid=grid, **options)
+
+    return name
+
+
+def library(x: Tensor, w: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Enqueue x W^T to `out`, or `add` it, by the library that torch calls; see kernels/matmul.py.
+
+    Nothing where launches are only named: there is nothing to compile, and perhaps no weight yet.
+    """
+    if _named.get() is not None:
+        return
+    if add:
+        out.addmm_(x, w.t())
+    else:
+        torch.mm(x, w.t(), out=out)
 
 
 @contextmanager
-def compiling(threads: int) -> Iterator[None]:
-    """Within it kernels are compiled and not run; everything is compiled when it ends.
+def compiling(threads: int, device: torch.device) -> Iterator[None]:
+    """Within it this thread's kernels are compiled and not run; all are loaded when it ends.
 
-    A kernel that cannot be compiled is passed over here; its launch will say why.
+    On a GPU, that is.  A kernel that cannot be compiled or loaded is passed over here; its launch
+    will say why.
     """
-    global _only_compile
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-    ):
-        _only_compile = True
-        try:
-            yield
-        finally:
-            _only_compile = False
+    def begin() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of a pool's thread: where its kernels are loaded
+
+    with ThreadPoolExecutor(threads, initializer=begin) as pool:
+        with triton.AsyncCompileMode(_Loading(pool), ignore_errors=True):
+            token = _named.set(set())
+            try:
+                yield
+            finally:
+                _named.reset(token)
+
+
+class _Loading(Executor):
+    """Loads each kernel where it was compiled: that builds the stub which launches it, too."""
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Compile by `fn`, then load; the future has the kernel."""
+        return self._pool.submit(_loaded, fn, *args, **kwargs)
+
+
+def _loaded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    kernel = fn(*args, **kwargs)
+    with suppress(Exception):  # too large for this device, or no C compiler: see `compiling`
+        _ = kernel.run  # looking at it loads it
+    return kernel
+
+
+def _kind(value: object) -> Hashable:
+    """All of an argument that Triton makes another kernel for, and perhaps more."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16
+    return type(value), value
