@@ -169,11 +169,11 @@ def counted(
     return run
 
 
-def greedy(rig: Rig, count: int, length: int = PROMPT, name: str = "k") -> list[Submit]:
-    """Requests whose first differences `counted` can judge; the same name is the same prompts."""
-    sampling, first = Sampling(temperature=0.0, logprobs=2), 900 * sum(name.encode())
-    return [Submit(f"{name}{i}", rig.prompt(length, first + i), 24, sampling)
-            for i in range(count)]
+def greedy(rig: Rig, count: int, length: int = PROMPT, first: int = 900) -> list[Submit]:
+    """Requests whose first differences `counted` can judge; `first` numbers the first prompt."""
+    sampling = Sampling(temperature=0.0, logprobs=2)
+    return [Submit(f"k{i}", rig.prompt(length, i), 24, sampling)
+            for i in range(first, first + count)]
 
 
 def gap(run: Run, key: tuple[str, int], at: int) -> float:
