@@ -48,7 +48,7 @@ def chunk_attention(
     scale: float,
     most: int,
     shape: ChunkShape | None = None,
-    overlap: bool = False,
+    overlap: int = 0,
 ) -> None:
     """Attend for all chunks of `meta`; other tokens of `out` are left as they are.
 

@@ -83,7 +83,7 @@ def decode_attention(
     workers: int,
     warps: int | None = None,
     stages: int | None = None,
-    overlap: bool = False,
+    overlap: int = 0,
 ) -> None:
     """Attend for all short rows of `meta`; other tokens of `out` are left as they are.
 

@@ -43,7 +43,7 @@ def embed(
     weights: Tensor,
     out: Tensor,
     *,
-    overlap: bool = False,
+    overlap: int = 0,
 ) -> None:
     """Write the embedding of N flat tokens to `out` [N, width], contiguous.
 

@@ -16,6 +16,21 @@ from engine.kernels.overlap import launch_options, release, wait
 
 
 @triton.jit
+def scale_of(a, width, eps):
+    """What RMSNorm multiplies a row by, given as one block of fp32 (0 beyond `width`).
+
+    Whoever shares it gets the same bits if the block and the warps are those of `norm`: they order
+    the sum.  (bf16 squares are exact in fp32, so a fused multiply and add changes nothing.)
+    """
+    return tl.rsqrt(tl.sum(a * a, axis=0) / width + eps)
+
+
+def warps(width: int) -> int:
+    """Warps that sum a row of so many numbers."""
+    return 4 if width <= 2048 else 8
+
+
+@triton.jit
 def _norm(
     x, picked, gain, out, width, eps,
     PICKED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -28,8 +43,8 @@ def _norm(
     source = tl.load(picked + row).to(tl.int64) if PICKED else row
     a = tl.load(x + source * width + at, mask=there, other=0.0).to(tl.float32)
     release(OVERLAP)
-    mean = tl.sum(a * a, axis=0) / width
-    tl.store(out + row * width + at, (a * tl.rsqrt(mean + eps) * g).to(out.dtype.element_ty), there)
+    result = a * scale_of(a, width, eps) * g
+    tl.store(out + row * width + at, result.to(out.dtype.element_ty), there)
 
 
 def norm(
@@ -39,7 +54,7 @@ def norm(
     eps: float,
     *,
     picked: Tensor | None = None,
-    overlap: bool = False,
+    overlap: int = 0,
 ) -> None:
     """Write RMSNorm of the rows of `x` [N, width] to `out` [M, width], times `gain` [width].
 
@@ -49,5 +64,5 @@ def norm(
     enqueue(_norm, (rows,))(
         x, picked if picked is not None else x, gain, out, width, eps,
         PICKED=picked is not None, BLOCK=triton.next_power_of_2(width), OVERLAP=overlap,
-        num_warps=4 if width <= 2048 else 8, **launch_options(overlap),
+        num_warps=warps(width), **launch_options(overlap),
     )  # fmt: skip

@@ -32,7 +32,7 @@ def rotate_and_store(
     *,
     query: Tensor | None = None,
     pairs: Pairs = "halves",
-    overlap: bool = False,
+    overlap: int = 0,
 ) -> None:
     """Rotate N tokens' queries and keys; store keys and values in one layer's pages.
 
