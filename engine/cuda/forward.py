@@ -15,6 +15,7 @@ from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.ops import KernelOps, StepViews, chunks_possible
 from engine.cuda.picks import Picks
+from engine.cuda.plain import Plain, Written
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import (
     SHORT,
@@ -27,7 +28,7 @@ from engine.kernels.chunk_attention import SHAPES
 from engine.runner import StepTooLarge
 
 if TYPE_CHECKING:
-    from engine.cuda.slots import Place
+    from engine.cuda.slots import Place, Slots
     from engine.model_config import ModelConfig
     from engine.models import Model
     from engine.plan import Row
@@ -66,19 +67,20 @@ class Forward:
     """All layers of a model over a plan, as one graph a bucket of flat tokens."""
 
     def __init__(
-        self, model: Model, shape: ModelConfig, ops: KernelOps, table: Tensor, picks: Picks,
+        self, model: Model, shape: ModelConfig, ops: KernelOps, slots: Slots, picks: Picks,
         graphs: Graphs, limits: Limits, trash: int,
     ) -> None:  # fmt: skip
         """`trash` is the page slot that padded tokens write to."""
         self.model, self.ops, self.limits = model, ops, limits
-        self._picks, self._graphs, self._trash, self._table = picks, graphs, trash, table
+        self._picks, self._graphs, self._trash, self._slots = picks, graphs, trash, slots
         self._tile = short_tile(shape.heads // shape.kv_heads)
         self._chunk_tile = SHAPES[shape.head_dim].tile
         self.sizes = sizes(limits.tokens)
         layouts = {size: self._layout(size) for size in self.sizes}
         words = max(layout.words for layout in layouts.values())
-        self._mirror = Mirror(words, limits.copies, table.device)
+        self._mirror = Mirror(words, limits.copies, slots.table.device)
         self._buckets = {size: self._bucket(layouts[size]) for size in self.sizes}
+        self._written = Written(limits.copies)
         self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
 
     @property
@@ -101,7 +103,7 @@ class Forward:
     def _bucket(self, layout: Layout) -> _Bucket:
         at = layout.device(self._mirror.buffer)
         meta = AttentionMeta(
-            table=self._table, slot=at["slot"], first=at["first"], start=at["start"],
+            table=self._slots.table, slot=at["slot"], first=at["first"], start=at["start"],
             count=at["count"], short_items=at["short_items"], short_total=at["short_total"],
             chunk_items=at["chunk_items"], chunk_total=at["chunk_total"],
         )  # fmt: skip
@@ -114,17 +116,27 @@ class Forward:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def stage(self, rows: list[Row], places: list[Place]) -> Staged:
-        """Send a plan's integers; raise StepTooLarge before anything is sent."""
-        count = sum(row.count for row in rows)
+    def stage(self, rows: list[Row], places: list[Place], plain: Plain) -> Staged:
+        """Send a plan's integers; raise StepTooLarge before anything is sent.
+
+        `plain` are the first rows; if there are no others, what they share with the last such step
+        in the same host buffer is not written again.
+        """
+        count = len(rows) if plain.whole else sum(row.count for row in rows)
         if count > self.limits.tokens:
             raise StepTooLarge(f"{count} flat tokens; the largest step has {self.limits.tokens}")
-        return self._staged(bucket(self.sizes, count), rows, places, count)
-
-    def _staged(self, size: int, rows: list[Row], places: list[Place], count: int) -> Staged:
-        number = self._mirror.next()
+        size, number = bucket(self.sizes, count), self._mirror.next()
         made = self._buckets[size]
-        chunks = self._fill(made.hosts[number], rows, places, count)
+        at, key, chunks = made.hosts[number], None, False
+        if plain.whole:
+            splits = plain.starts // self.limits.split
+            key = size, count, splits.tobytes()
+        if key is None or not self._written.holds(number, key):
+            chunks = self._fill_lists(at, rows, count)
+            self._written.note(number, key)
+        self._fill_plain(at, plain)
+        if not plain.whole:
+            self._fill_long(at, rows, places, plain.count)
         self._mirror.send(number, made.layout.words)
         return Staged(size, chunks)
 
@@ -145,32 +157,28 @@ class Forward:
 
     def empty(self, size: int, *, chunks: bool = False) -> Staged:
         """Stage a step without rows, to warm the bucket; chunks only where they can be."""
-        self._staged(size, [], [], 0)
+        number = self._mirror.next()
+        made = self._buckets[size]
+        self._fill_lists(made.hosts[number], [], 0)
+        self._written.note(number, None)
+        self._mirror.send(number, made.layout.words)
         return Staged(size, chunks and chunks_possible(size))
 
-    def _fill(
-        self, at: dict[str, Ints], rows: list[Row], places: list[Place], count: int
-    ) -> bool:
-        """Write a step's integers; return whether it has chunks."""
-        tokens, origin, positions, kv = _flat(rows, places, self.limits.size)
-        for name, values, rest in (
-            ("tokens", tokens, 0), ("origin", origin, -1), ("positions", positions, 0),
-            ("kv", kv, self._trash),
-        ):  # fmt: skip
-            at[name][:count] = values
-            at[name][count:] = rest
+    def _fill_lists(self, at: dict[str, Ints], rows: list[Row], count: int) -> bool:
+        """Write who has which tokens, and what lies beyond; return whether there are chunks."""
+        many = len(rows)
         starts = np.array([row.start for row in rows], dtype=np.int32)
         counts = np.array([row.count for row in rows], dtype=np.int32)
-        many = len(rows)
-        at["slot"][:many] = [place.slot for place in places]
-        at["start"][:many], at["count"][:many] = starts, counts
+        self._check_items(starts, counts, at["short_items"].shape[1])
+        for name, rest in (("tokens", 0), ("origin", -1), ("positions", 0), ("kv", self._trash)):
+            at[name][count:] = rest
         # Kernels look at a row's numbers before they know that it is there, and what lies here was
         # perhaps written as something else, by a step of another bucket.
         for name in ("slot", "first", "start", "count"):
             at[name][many:] = 0
+        at["count"][:many] = counts
         np.cumsum(counts, out=at["first"][:many])
         at["first"][:many] -= counts
-        self._check_items(starts, counts, at["short_items"].shape[1])
         at["short_total"][0] = fill_short(
             starts, counts, at["short_items"], tile=self._tile, split=self.limits.split
         )
@@ -178,39 +186,45 @@ class Forward:
         at["chunk_total"][0] = chunks
         return chunks > 0
 
+    def _fill_plain(self, at: dict[str, Ints], plain: Plain) -> None:
+        """Write the tokens of the first rows."""
+        many, slots, tokens = plain.count, plain.slots, plain.tokens
+        at["positions"][:many] = at["start"][:many] = plain.starts
+        at["kv"][:many], at["slot"][:many] = plain.kv, slots
+        if tokens is None:
+            at["tokens"][:many], at["origin"][:many] = 0, slots
+        else:
+            at["tokens"][:many] = np.maximum(tokens, 0)
+            at["origin"][:many] = np.where(tokens < 0, slots, -1)
+
+    def _fill_long(
+        self, at: dict[str, Ints], rows: list[Row], places: list[Place], first: int
+    ) -> None:
+        """Write the tokens of the rows from `first` on; before it each has one."""
+        size, begin = self.limits.size, first
+        for i in range(first, len(rows)):
+            row, slot = rows[i], places[i].slot
+            seq, start, count = row.seq, row.start, row.count
+            end, known = begin + count, 0 if row.pending else count - row.drafts
+            at["slot"][i], at["start"][i] = slot, start
+            at["origin"][begin:end] = slot if row.pending else -1
+            at["tokens"][begin:end] = [*seq.tokens[start : start + known], *row.draft] or 0
+            if count <= SHORT:
+                run = range(start, start + count)
+                kv = [seq.blocks[place // size].id * size + place % size for place in run]
+                at["positions"][begin:end], at["kv"][begin:end] = run, kv
+            else:
+                long = np.arange(start, start + count)
+                at["positions"][begin:end] = long
+                at["kv"][begin:end] = self._slots.ids[slot, long // size] * size + long % size
+            begin = end
+
     def _check_items(self, starts: Ints, counts: Ints, room: int) -> None:
         short = counts <= SHORT
         splits = (starts[short] + counts[short]) // self.limits.split + 1
         wanted = int((splits * -(-counts[short] // self._tile)).sum())
         if wanted > room:
             raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
-
-
-def _flat(
-    rows: list[Row], places: list[Place], size: int
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Token ids, origins, positions and page slots of all rows, end to end."""
-    tokens: list[int] = []
-    origin: list[int] = []
-    positions: list[int] = []
-    kv: list[int] = []
-    for row, place in zip(rows, places, strict=True):
-        seq, start, count = row.seq, row.start, row.count
-        if count == 1:
-            tokens.append(0 if row.pending else seq.tokens[start])
-            origin.append(place.slot if row.pending else -1)
-            positions.append(start)
-            kv.append(seq.blocks[start // size].id * size + start % size)
-            continue
-        tokens += seq.tokens[start : start + count - row.drafts]
-        tokens += row.draft
-        origin += [-1] * count
-        run = np.arange(start, start + count)
-        positions += run.tolist()
-        first = start // size
-        ids = np.array([block.id for block in seq.blocks[first : -(-(start + count) // size)]])
-        kv += (ids[run // size - first] * size + run % size).tolist()
-    return tokens, origin, positions, kv
 
 
 def noted(picks: Picks, model: Model, head_dim: int, dtype: torch.dtype) -> None:

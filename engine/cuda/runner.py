@@ -25,18 +25,21 @@ from engine.cuda.forward import Forward, Limits, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.ops import KernelOps
 from engine.cuda.picks import Picks, store_path
+from engine.cuda.plain import plain
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
+from engine.cuda.warming import FILTERED, Bucket, Forwarded, every, ordered
 from engine.drafting import guess
 from engine.kernels.attention_plan import SHORT, short_tile
 from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.launch import compiling
-from engine.kernels.sampler import Needs
 from engine.kernels.sampler_tables import refusal
 from engine.runner import Flight
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from cache.pages import Pages
     from engine.messages import Submit
     from engine.model_config import ModelConfig
@@ -49,8 +52,6 @@ if TYPE_CHECKING:
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
 BLOCKING = 16  # sequences from which the host sleeps for a step instead of spinning
-PLAIN = Needs()
-FILTERED = Needs(filters=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class CudaFlight(Flight):
     """What is kept of a step between its phases."""
 
     draw: Draw | None = None
+    plain: bool = False  # each row draws one token
     begun: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
@@ -97,6 +99,7 @@ class CudaRunner:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._graphs = Graphs(capture and head is None)
         self._flights: deque[CudaFlight] = deque()
+        self._later: deque[Bucket] = deque()  # to be captured when nobody waits
         with torch.inference_mode(), self._on_stream():
             self._make(shape)
         if head is not None:
@@ -127,7 +130,7 @@ class CudaRunner:
         )  # fmt: skip
         trash = (pages.blocks - 1) * pages.size
         self.forward = Forward(
-            self.model, shape, ops, self.slots.table, picks, self._graphs, limits, trash
+            self.model, shape, ops, self.slots, picks, self._graphs, limits, trash
         )
         self.settling = Settling(
             self.model, ops.x, self.forward.tokens, self.slots.tables, picks, self._graphs,
@@ -163,16 +166,17 @@ class CudaRunner:
                 self.pages.copy(source, target)
                 if self.head is not None:
                     self.head.copy(source, target)
-            places = [self.slots.place(row.seq) for row in plan.rows]
+            places = self.slots.placed(plan.rows)
             self.slots.upload()
-            draw = self.settling.prepare(plan.rows, places)
-            staged = self.forward.stage(plan.rows, places)
+            even = plain(plan.rows, places, self.slots.ids, self.pages.size)
+            draw = self.settling.prepare(plan.rows, places, even)
+            staged = self.forward.stage(plan.rows, places, even)
             try:
                 self.forward.run(staged)
             except BaseException:
                 self._lose(plan)
                 raise
-        flight = CudaFlight(plan, draw=draw, begun=begun)
+        flight = CudaFlight(plan, draw=draw, plain=even.whole, begun=begun)
         self._flights.append(flight)
         return flight
 
@@ -229,6 +233,9 @@ class CudaRunner:
         tokens: list[int] = []
         if flight.draw is not None:
             tokens, flight.logprobs = self.settling.collect(flight.draw)
+        if flight.plain:
+            flight.drawn = [[token] for token in tokens]
+            return
         begin = 0
         drawn = flight.drawn
         for row in flight.plan.rows:
@@ -258,22 +265,24 @@ class CudaRunner:
             self.settling.run(self.settling.empty(self.settling.sizes[-1], FILTERED, masked=True))
 
     @torch.inference_mode()
-    def compile(self) -> None:
-        """Compile and load every kernel that a plan may need, on all cores.
+    def compile(self, stop: Event | None = None) -> None:
+        """Compile and load every kernel that a plan may need, on all cores, or until `stop` is set.
 
         The weights are not read: they may be without values, or without memory (torch's "meta").
         """
         threads = os.cpu_count() or 1
-        with self._on_stream(), compiling(threads, self.device), self._graphs.dry():
+        with self._on_stream(), compiling(threads, self.device, stop), self._graphs.dry():
             for group, size in self._products():
                 self.picks.compile(group, size)
-            self._buckets()
+            for bucket in every(self.forward.sizes, self.settling.sizes):
+                self._visit(bucket)
 
     @torch.inference_mode()
     def warm(self, timeline: Timeline) -> None:
-        """Pick products and capture all buckets; `timeline` gets a span for each of these."""
-        with timeline.span("kernels"):
-            self.compile()
+        """Pick products, capture the first buckets; `timeline` gets a span for each of these.
+
+        Kernels that `compile` has not made ready are compiled one by one.
+        """
         with self._on_stream():
             with timeline.span("picks"):
                 self.slots.warm()
@@ -283,24 +292,37 @@ class CudaRunner:
             if self._stream is not None:
                 self.forward.keep(lambda size: self.picks.cost("layer", size))
             with timeline.span("graphs"):
-                self._buckets()
-            if self._stream is not None:
-                self._stream.synchronize()
+                first, later = ordered(self.forward.sizes, self.settling.sizes)
+                for wanted in first:
+                    self._visit(wanted)
+                self._later += later
+                if self._stream is not None:
+                    self._stream.synchronize()
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """See StepRunner: capture one bucket."""
+        if not self._later:
+            return False
+        try:
+            with self._on_stream():
+                self._visit(self._later.popleft())
+        except torch.OutOfMemoryError:  # what is left is tried again where a step needs it
+            self._later.clear()
+        return bool(self._later)
 
     def _products(self) -> list[tuple[str, int]]:
         """Groups of products, and the rows that they are run with."""
         return [*(("layer", size) for size in self.forward.sizes),
                 *(("head", size) for size in self.settling.sizes)]
 
-    def _buckets(self) -> None:
-        """Run every bucket once, on no rows."""
-        for size in self.forward.sizes:
-            for chunks in (False, True):
-                self.forward.run(self.forward.empty(size, chunks=chunks))
-        for size in self.settling.sizes:
-            for needs in (PLAIN, FILTERED):
-                for masked in (False, True):
-                    self.settling.run(self.settling.empty(size, needs, masked=masked))
+    def _visit(self, wanted: Bucket) -> None:
+        """Run one bucket on no rows, which captures it if it is new."""
+        if isinstance(wanted, Forwarded):
+            self.forward.run(self.forward.empty(wanted.size, chunks=wanted.chunks))
+        else:
+            draw = self.settling.empty(wanted.size, wanted.needs, masked=wanted.masked)
+            self.settling.run(draw)
 
 
 def _processors(device: torch.device) -> int:

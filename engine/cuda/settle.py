@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from engine.cuda.buckets import bucket, sizes
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.picks import Picks
+from engine.cuda.plain import Plain, Written
 from engine.kernels.norm import norm
 from engine.kernels.sampler import Needs, settle
 from engine.kernels.sampler_tables import (
@@ -85,6 +87,7 @@ class Settling:
         self._mirror = Mirror(max(at.words for at in layouts.values()), copies, device)
         self._results = Results.allocate(rows, groups, device)
         self._buckets = {size: self._bucket(layouts[size], tokens) for size in self.sizes}
+        self._written = Written(copies)
         self._scratch = Scratch.allocate(rows, vocab, device)
         self._normed = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=device)
         self._logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
@@ -117,20 +120,29 @@ class Settling:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def prepare(self, rows: list[Row], places: list[Place]) -> Draw | None:
+    def prepare(self, rows: list[Row], places: list[Place], plain: Plain) -> Draw | None:
         """Note what the `last` rows of a plan want, before anything changes; None = nothing."""
-        wanted = _wanted(rows, places)
-        groups = len(wanted.first)
+        if plain.whole and plain.count <= self.rows:
+            return self._prepare_plain(rows, places, plain)
+        first = plain.count
+        wanted = _wanted(rows[first:], places[first:], first)
+        groups = first + len(wanted.first)
         if not groups:
             return None
         count = groups + wanted.drafts
         if count > self.rows:
             raise StepTooLarge(f"{count} rows draw a token; the largest step has {self.rows}")
         number = self._mirror.next()
+        self._written.forget(number)
         size = bucket(self.sizes, count)
         at = self._buckets[size].hosts[number]
-        columns = np.array(wanted.columns, dtype=np.int32)  # [4, groups]
-        sizes = np.array(wanted.sizes, dtype=np.int32)
+        columns = np.empty((4, groups), dtype=np.int32)
+        columns[:, first:] = wanted.columns
+        columns[0, :first], columns[1, :first] = plain.slots, np.arange(first)
+        columns[2, :first] = plain.starts + 1
+        columns[3, :first] = plain.least - columns[2, :first]
+        sizes = np.ones(groups, dtype=np.int32)
+        sizes[first:] = wanted.sizes
         if wanted.drafts:
             columns = columns.repeat(sizes, axis=1)
         offset = at["offset"][:count]
@@ -145,7 +157,39 @@ class Settling:
         at["mask"][:] = 0
         at["count"][0], at["groups"][0] = count, groups
         at["group_row"][:groups], at["group_rows"][:groups] = begins, sizes
-        return Draw(size, count, number, wanted.needs(), wanted.logprobs)
+        return self._draw(size, count, number, rows, places)
+
+    def _prepare_plain(self, rows: list[Row], places: list[Place], plain: Plain) -> Draw:
+        count = len(rows)
+        number, size = self._mirror.next(), bucket(self.sizes, count)
+        at = self._buckets[size].hosts[number]
+        if not self._written.holds(number, (size, count)):
+            self._written.note(number, (size, count))
+            numbers = np.arange(count)
+            for name, values in (("picked", numbers), ("first", numbers), ("offset", 0),
+                                 ("group_row", numbers), ("group_rows", 1)):  # fmt: skip
+                at[name][:count] = values
+            at["picked"][count:] = 0
+            at["mask"][:] = 0
+            at["count"][0] = at["groups"][0] = count
+        position = plain.starts + 1
+        at["slot"][:count], at["position"][:count] = plain.slots, position
+        at["hold"][:count] = position < plain.least
+        return self._draw(size, count, number, rows, places)
+
+    def _draw(
+        self, size: int, count: int, number: int, rows: list[Row], places: list[Place]
+    ) -> Draw:
+        flags = 0
+        for row, place in zip(rows, places, strict=True):
+            if row.last:
+                flags |= place.flags
+        wanted: list[int] = []
+        if flags & SCORED:
+            for row in rows:
+                if row.last:
+                    wanted += [row.seq.sampling.logprobs] * (len(row.draft) + 1)
+        return Draw(size, count, number, needs_of(flags), wanted)
 
     def supply(self, draw: Draw, masks: Tensor, masked: list[int]) -> None:
         """Send the mask rows that forbid something; row 0 of the device's stays open."""
@@ -155,6 +199,7 @@ class Settling:
         torch.index_select(masks, 0, torch.tensor(masked), out=staged[: len(masked)])
         self._masks[1 : len(masked) + 1].copy_(staged[: len(masked)], non_blocking=True)
         self._buckets[draw.size].hosts[draw.staged]["mask"][masked] = range(1, len(masked) + 1)
+        self._written.forget(draw.staged)
         draw.masked = True
 
     def stage(self, draw: Draw) -> None:
@@ -192,6 +237,7 @@ class Settling:
     def empty(self, size: int, needs: Needs, *, masked: bool = False) -> Draw:
         """Stage a draw without rows, to warm the bucket."""
         number = self._mirror.next()
+        self._written.forget(number)
         for array in self._buckets[size].hosts[number].values():
             array[...] = 0
         draw = Draw(size, 0, number, needs, [], masked)
@@ -222,29 +268,28 @@ class _Wanted:
     held: list[int]  # rows from the first on whose stop ids are held back
     sizes: list[int]  # rows: drafts + 1
     drafts: int  # of all together
-    logprobs: list[int]  # asked for, a row each; empty when nobody asks
-    flags: int
 
     @property
     def columns(self) -> list[list[int]]:
         """What repeats for every row of a sequence."""
         return [self.slot, self.first, self.position, self.held]
 
-    def needs(self) -> Needs:
-        """What some row needs."""
-        return Needs(
-            shaped=bool(self.flags & (PENALTIES | BIASED)),
-            filters=bool(self.flags & FILTERED),
-            logprobs=bool(self.flags & SCORED),
-        )
+
+@functools.cache
+def needs_of(flags: int) -> Needs:
+    """What rows need whose flags are these, all together."""
+    return Needs(
+        shaped=bool(flags & (PENALTIES | BIASED)),
+        filters=bool(flags & FILTERED),
+        logprobs=bool(flags & SCORED),
+    )
 
 
-def _wanted(rows: list[Row], places: list[Place]) -> _Wanted:
-    """One pass over a plan: this runs for every row of every step."""
-    found = _Wanted([], [], [], [], [], 0, [], 0)
+def _wanted(rows: list[Row], places: list[Place], flat: int) -> _Wanted:
+    """The sequences among these rows, which `flat` tokens come before."""
+    found = _Wanted([], [], [], [], [], 0)
     slot, first, position = found.slot, found.first, found.position
     held, sizes = found.held, found.sizes
-    flat = flags = 0
     for row, place in zip(rows, places, strict=True):
         flat += row.count
         if not row.last:
@@ -257,12 +302,6 @@ def _wanted(rows: list[Row], places: list[Place]) -> _Wanted:
         held.append(place.least - at)
         sizes.append(more + 1)
         found.drafts += more
-        flags |= place.flags
-    found.flags = flags
-    if flags & SCORED:
-        for row in rows:
-            if row.last:
-                found.logprobs += [row.seq.sampling.logprobs] * (len(row.draft) + 1)
     return found
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.layout import ALIGN
+from engine.cuda.layout import ALIGN, Ints
 from engine.kernels.embed import update_table
 from engine.kernels.sampler_tables import SlotParams, SlotTables
 from engine.messages import Sampling
 
 if TYPE_CHECKING:
+    from engine.plan import Row
     from engine.sequence import Sequence
 
 
@@ -39,10 +41,22 @@ class Slots:
         self.count = count
         self.tables = SlotTables.allocate(count, vocab, device)
         self.table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
+        self.ids: Ints = np.zeros((count + 1, width), dtype=np.int32)  # the host's own `table`
         self._params = SlotParams(self.tables)
         self._places: dict[Sequence, Place] = {}  # the one that came first is first
         self._free = list(range(count - 1, -1, -1))
         self._fresh: list[tuple[int, int, int]] = []  # (slot, index, block id) not sent yet
+
+    def placed(self, rows: list[Row]) -> list[Place]:
+        """The place of each row's sequence, in order."""
+        find, found = self._places.get, []
+        for row in rows:
+            seq = row.seq
+            place = find(seq)
+            if place is None or place.known < len(seq.blocks) or place.life != seq.preempted:
+                place = self.place(seq)
+            found.append(place)
+        return found
 
     def place(self, seq: Sequence) -> Place:
         """The place of a sequence that is planned, made when it has none; note its new blocks."""
@@ -52,7 +66,8 @@ class Slots:
         if place.known < len(seq.blocks):
             slot = place.slot
             for index in range(place.known, len(seq.blocks)):
-                self._fresh.append((slot, index, seq.blocks[index].id))
+                block = self.ids[slot, index] = seq.blocks[index].id
+                self._fresh.append((slot, index, block))
             place.known = len(seq.blocks)
         return place
 

@@ -26,6 +26,7 @@ from engine.checkpoint import open_checkpoint  # noqa: E402
 from engine.config import BadConfig, EngineConfig  # noqa: E402
 from engine.cuda import parts  # noqa: E402
 from engine.cuda import runner as cuda_runner  # noqa: E402
+from engine.cuda.plain import plain  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
 from engine.kernels.overlap import OVERLAPS, possible  # noqa: E402
 from engine.loop import Engine  # noqa: E402
@@ -99,10 +100,15 @@ def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
     seq.blocks = [SimpleNamespace(id=0)]
     place = runner.slots.place(seq)
     runner.forward.model = None  # whatever runs would fail otherwise
+
+    def given(rows):
+        places = [place] * len(rows)
+        return rows, places, plain(rows, places, runner.slots.ids, runner.pages.size)
+
     with pytest.raises(StepTooLarge, match="25 flat tokens; the largest step has 24"):
-        runner.forward.stage([Row(seq, 0, 25, False)], [place])
+        runner.forward.stage(*given([Row(seq, 0, 25, False)]))
     with pytest.raises(StepTooLarge, match="3 rows draw a token; the largest step has 2"):
-        runner.settling.prepare([Row(seq, 60, 1, True)] * 3, [place] * 3)
+        runner.settling.prepare(*given([Row(seq, 60, 1, True)] * 3))
 
 
 def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(folder):
@@ -146,7 +152,7 @@ def test_a_step_that_fails_half_way_counts_no_token_twice(folder, truth, monkeyp
 
     def short_of_memory(key, body):
         run(key, body)
-        if not failed and key[0] == "step":
+        if not failed and key[0] == "settle":
             failed.append(key)
             raise torch.OutOfMemoryError("no room for a graph")
 
