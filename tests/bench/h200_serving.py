@@ -175,22 +175,24 @@ def measure(row: Row, index: int, base: str, pid: int, model: str, given: argpar
         return dict(json.loads(file.readline())["rows"][0])
 
 
-def load(base: str, pid: int, model: str, given: argparse.Namespace, clock: Clock) -> list[Any]:
-    """The levels of load.py, the client that other servers were measured with."""
+def load(
+    base: str, pid: int, model: str, given: argparse.Namespace, clock: Clock, sessions: int = 0
+) -> dict[str, Any]:
+    """What load.py says, the client that other servers were measured with; {} when nothing."""
     clients = ",".join(str(row.clients) for row in given.rows)
     command = [sys.executable, "load.py", "--base-url", base + "/v1", "--model", model,
-               "--pid", str(pid), "--conc", clients, "--sessions", "0", "--label", "load.py",
-               "--extra", '{"ignore_eos": true}', "--out", "../load.json"]
+               "--pid", str(pid), "--conc", clients, "--sessions", str(sessions),
+               "--label", "load.py", "--extra", '{"ignore_eos": true}', "--out", "../load.json"]
     if clock.left < LEAST_S:
-        return []
+        return {}
     with (given.out / "load.log").open("wb") as log:
         try:
             subprocess.run(command, cwd=given.out / "loads", stdout=log, stderr=log,
                            timeout=clock.left, check=True)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
             print(f"load.py gave nothing ({type(error).__name__}); see load.log")
-            return []
-    return list(json.loads((given.out / "load.json").read_text())["levels"])
+            return {}
+    return dict(json.loads((given.out / "load.json").read_text()))
 
 
 def show(found: dict[str, Any]) -> None:
@@ -236,7 +238,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
             for index, row in enumerate(given.rows):
                 found["rows"].append(measure(row, index, base, pid, model, given, clock))
             if given.loads is not None:
-                found["load"] = load(base, pid, model, given, clock)
+                found["load"] = load(base, pid, model, given, clock).get("levels", [])
         except (RuntimeError, OSError, LookupError, ValueError) as error:
             found["failed"] = f"{type(error).__name__}: {error}"
     return found
