@@ -1,7 +1,7 @@
 """Put an engine together: weights, model, pages, pool, grammar.  Runs no step.
 
-Weights load while the grammar library builds its view of the tokenizer: the two slowest parts of a
-start share it.
+The slow parts of a start share it: weights load while the grammar library builds its view of the
+tokenizer and, on a GPU, while kernels are compiled for a model of the same shape.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,22 +75,27 @@ def build(
     `drafting`: rows will carry draft tokens, of a host proposer or of `head`.
     """
     config.check()
+    timeline = timeline or Timeline()
     device = pick(config.device)
     shape = checkpoint.config
     max_len = _max_len(config, shape.max_len)
     dtype = DTYPES[config.dtype]
     if fused(device):
-        from engine.cuda.parts import check  # late: needs Triton, which a CPU engine does not
-
+        with timeline.span("triton"):  # late: a CPU engine needs none
+            from engine.cuda.parts import check
         check(shape, dtype)
     threads = Threads(config.threads or len(cores()), torch.set_num_threads)
     kind = family(checkpoint.architecture)
-    timeline = timeline or Timeline()
     taps = head.taps if head is not None else ()
-    with ThreadPoolExecutor(1) as side:
+    drafts = config.max_drafts if drafting else 0
+    with ThreadPoolExecutor(2) as side, _told() as given_up:
         compiler = side.submit(
             timeline.run, "grammar", Compiler, checkpoint.tokenizer_json, shape.vocab,
             checkpoint.stop_ids, config.compile_threads,
+        )
+        kernels = side.submit(
+            timeline.run, "kernels", _compile, kind, shape, config, max_len, dtype, device, taps,
+            drafts, given_up,
         )
         if device.type == "cpu":
             _keep_freed_memory()
@@ -96,8 +103,9 @@ def build(
             "weights", load, checkpoint, kind.expected(shape), dtype, progress, device)
         with timeline.span("model"):
             model = kind(shape, weights, max_len, taps, paired=fused(device))
+        kernels.result()
         make = _gpu_runner if fused(device) else _cpu_runner
-        runner = make(model, shape, config, max_len, dtype, device, head, drafting, timeline)
+        runner = make(model, shape, config, max_len, dtype, device, head, drafts, timeline)
         grammar = compiler.result()
     blocks = runner.blocks
     pool = BlockPool(blocks, BLOCK)
@@ -121,9 +129,39 @@ def fused(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@contextmanager
+def _told() -> Iterator[Event]:
+    """An event that is set when the block raises, for those who work beside it."""
+    given_up = Event()
+    try:
+        yield given_up
+    except BaseException:
+        given_up.set()
+        raise
+
+
+def _compile(
+    kind: type[Model], shape: ModelConfig, config: ResolvedConfig, max_len: int,
+    dtype: torch.dtype, device: torch.device, taps: tuple[int, ...], drafts: int, given_up: Event,
+) -> None:  # fmt: skip
+    """Make a GPU's kernels ready for a model of this shape; nothing elsewhere."""
+    if device.type != "cuda":
+        return
+    from engine.cuda.parts import compile_kernels  # late: needs Triton
+
+    weights = {
+        name: torch.empty(size, dtype=dtype, device="meta")
+        for name, size in kind.expected(shape).items()
+    }
+    compile_kernels(
+        kind(shape, weights, max_len, taps, paired=True), shape, config, size=BLOCK,
+        max_len=max_len, dtype=dtype, device=device, drafts=drafts, stop=given_up,
+    )
+
+
 def _cpu_runner(
     model: Model, shape: ModelConfig, config: ResolvedConfig, max_len: int, dtype: torch.dtype,
-    device: torch.device, head: DeviceDraft | None, drafting: bool, timeline: Timeline,
+    device: torch.device, head: DeviceDraft | None, drafts: int, timeline: Timeline,
 ) -> StepRunner:  # fmt: skip
     each = Pages.bytes_per_block(shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype)
     blocks = config.cache.pool_blocks(each)
@@ -137,13 +175,13 @@ def _cpu_runner(
 
 def _gpu_runner(
     model: Model, shape: ModelConfig, config: ResolvedConfig, max_len: int, dtype: torch.dtype,
-    device: torch.device, head: DeviceDraft | None, drafting: bool, timeline: Timeline,
+    device: torch.device, head: DeviceDraft | None, drafts: int, timeline: Timeline,
 ) -> StepRunner:  # fmt: skip
     from engine.cuda.parts import sized_runner  # late: needs Triton, which a CPU engine does not
 
     runner = sized_runner(
         model, shape, config, size=BLOCK, max_len=max_len, dtype=dtype, device=device, head=head,
-        drafts=config.max_drafts if drafting else 0, timeline=timeline,
+        drafts=drafts, timeline=timeline,
     )
     if device.type == "cuda":
         runner.warm(timeline)

@@ -71,6 +71,11 @@ class Intake:
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
         self._soonest = inf  # monotonic: no deadline is before it
 
+    @property
+    def waits(self) -> bool:
+        """No message is here."""
+        return not self._early and self.inbox.empty()
+
     def wait(self, timeout_s: float) -> None:
         """Return when a message is here, or after `timeout_s`."""
         if self._early:

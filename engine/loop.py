@@ -27,6 +27,7 @@ from engine.pace import Pace
 from engine.proposer import DeviceDraft, HostDrafts, Turn
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
+from engine.timeline import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from engine.plan import Plan, Row
     from engine.runner import Flight
     from engine.sequence import Sequence
-    from engine.timeline import Timeline
 
 log = logging.getLogger("engine.loop")
 
@@ -61,7 +61,8 @@ class Engine:
 
         `timeline` gets a span for each part.  Raise BadConfig, BadCheckpoint or BadWeights.
         """
-        config = config.resolved(pick(config.device).type)
+        timeline = timeline or Timeline()
+        config = config.resolved(timeline.run("device", pick, config.device).type)
         drafting = drafts is not None or head is not None
         parts = build(config, checkpoint, head, progress, timeline, drafting)
         self.config = config
@@ -91,7 +92,9 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something to do, or after `timeout_s`."""
-        if not self._out and (self._idle or not self.busy):
+        if self._out or (self.busy and not self._idle):
+            return
+        if not (self.intake.waits and self.runner.idle()):  # with more of that, look again at once
             self.intake.wait(timeout_s)
 
     def step(self) -> list[ToGateway]:

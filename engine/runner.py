@@ -103,6 +103,13 @@ class StepRunner(Protocol):
     def forget(self, seq: Sequence) -> None:
         """The sequence is gone for good; a flight may still have a row of it, which is wasted."""
 
+    def idle(self) -> bool:
+        """Do a little that later steps gain from; return whether there is more of it.
+
+        Called when no step flies and no message is known; the next one waits for it, so it takes
+        tens of milliseconds at most.
+        """
+
 
 @dataclass
 class CpuFlight(Flight):
@@ -201,6 +208,10 @@ class Runner:
     def forget(self, seq: Sequence) -> None:
         """Drop its newest token."""
         self._last.pop(seq, None)
+
+    def idle(self) -> bool:
+        """Nothing: a CPU has no graphs."""
+        return False
 
     @torch.inference_mode()
     def _settle(self, flight: CpuFlight) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,8 @@ from engine.kernels.attention_plan import LINES
 from engine.memory import profile
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from engine.config import ResolvedConfig
     from engine.model_config import ModelConfig
     from engine.models import Model
@@ -41,6 +44,23 @@ def check(shape: ModelConfig, dtype: torch.dtype) -> None:
             )
 
 
+def compile_kernels(
+    model: Model, shape: ModelConfig, config: ResolvedConfig, *, size: int, max_len: int,
+    dtype: torch.dtype, device: torch.device, drafts: int, stop: Event,
+) -> None:  # fmt: skip
+    """Compile and load what a runner of such a model launches; give up once `stop` is set.
+
+    Of `model` only shapes and dtypes are looked at ("meta" tensors do), so that this can be done
+    while the weights are on their way.  Takes and gives back the memory of a runner's buffers.
+    """
+    most = Most(config.max_batch_tokens, config.max_sequences, max_len, drafts)
+    pages = Pages(
+        shape.layers, PROBE + 1, size, shape.kv_heads, shape.head_dim, dtype, device
+    )
+    with suppress(torch.OutOfMemoryError):  # the weights came first: sizing the pages will tell
+        CudaRunner(model, shape, pages, most).compile(stop)
+
+
 def sized_runner(
     model: Model, shape: ModelConfig, config: ResolvedConfig, *, size: int, max_len: int,
     dtype: torch.dtype, device: torch.device, head: DeviceDraft | None, drafts: int,
@@ -49,7 +69,8 @@ def sized_runner(
     """A runner whose pages fill the memory that `gpu_memory_utilization` leaves.
 
     The largest step is run once on a few pages; what it took, weights and graphs are subtracted.
-    Raise MemoryError naming every part when nothing is left.
+    Kernels that are not ready are compiled there, one by one.  Raise MemoryError naming every part
+    when nothing is left.
     """
     most = Most(config.max_batch_tokens, config.max_sequences, max_len, drafts)
     each = Pages.bytes_per_block(shape.layers, size, shape.kv_heads, shape.head_dim, dtype)
@@ -61,15 +82,18 @@ def sized_runner(
         return CudaRunner(model, shape, pages, most, head, capture=capture)
 
     if config.cache.given or device.type == "cpu":
-        return runner(config.cache.pool_blocks(each), device.type == "cuda")
+        with timeline.span("pages"):
+            return runner(config.cache.pool_blocks(each), device.type == "cuda")
+
     def probe() -> None:
-        trial = runner(PROBE, False)
-        with timeline.span("kernels"):
-            trial.compile()
+        with timeline.span("buffers"):
+            trial = runner(PROBE, False)
         with timeline.span("largest step"):
             trial.largest()
+            torch.cuda.synchronize(device)
 
-    peak = profile(probe, device)
-    room = peak.kv_bytes(GRAPHS, config.gpu_memory_utilization)
+    with timeline.span("memory"):
+        peak = profile(probe, device)
+        room = peak.kv_bytes(GRAPHS, config.gpu_memory_utilization)
     with timeline.span("pages"):
         return runner(config.cache.pool_blocks(each, room) - 1, True)

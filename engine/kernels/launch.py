@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from threading import Event
 from typing import Any
 
 import torch
@@ -55,18 +56,20 @@ def library(x: Tensor, w: Tensor, out: Tensor, *, add: bool = False) -> None:
 
 
 @contextmanager
-def compiling(threads: int, device: torch.device) -> Iterator[None]:
+def compiling(
+    threads: int, device: torch.device, stop: Event | None = None
+) -> Iterator[None]:
     """Within it this thread's kernels are compiled and not run; all are loaded when it ends.
 
     On a GPU, that is.  A kernel that cannot be compiled or loaded is passed over here; its launch
-    will say why.
+    will say why.  `stop`, once set, has everything passed over that was not begun.
     """
     def begin() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of a pool's thread: where its kernels are loaded
 
     with ThreadPoolExecutor(threads, initializer=begin) as pool:
-        with triton.AsyncCompileMode(_Loading(pool), ignore_errors=True):
+        with triton.AsyncCompileMode(_Loading(pool, stop or Event()), ignore_errors=True):
             token = _named.set(set())
             try:
                 yield
@@ -77,19 +80,20 @@ def compiling(threads: int, device: torch.device) -> Iterator[None]:
 class _Loading(Executor):
     """Loads each kernel where it was compiled: that builds the stub which launches it, too."""
 
-    def __init__(self, pool: Executor) -> None:
-        self._pool = pool
+    def __init__(self, pool: Executor, stop: Event) -> None:
+        self._pool, self._stop = pool, stop
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Compile by `fn`, then load; the future has the kernel."""
-        return self._pool.submit(_loaded, fn, *args, **kwargs)
+        return self._pool.submit(self._loaded, fn, *args, **kwargs)
 
-
-def _loaded(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    kernel = fn(*args, **kwargs)
-    with suppress(Exception):  # too large for this device, or no C compiler: see `compiling`
-        _ = kernel.run  # looking at it loads it
-    return kernel
+    def _loaded(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._stop.is_set():
+            raise RuntimeError("the start was given up")
+        kernel = fn(*args, **kwargs)
+        with suppress(Exception):  # too large for this device, or no C compiler: see `compiling`
+            _ = kernel.run  # looking at it loads it
+        return kernel
 
 
 def _kind(value: object) -> Hashable:

@@ -86,6 +86,15 @@ def test_what_cannot_be_compiled_or_loaded_does_not_stop_the_others():
     assert [len(kernel.finished) for kernel in kernels] == [0, 1, 1]
 
 
+def test_what_was_not_begun_when_the_start_is_given_up_is_not_compiled():
+    kernels, stop = [Kernel() for _ in range(20)], threading.Event()
+    stop.set()
+    with compiling(2, CPU, stop):
+        for kernel in kernels:
+            enqueue(kernel, (1,))(1)
+    assert all(kernel.named and not kernel.made for kernel in kernels)
+
+
 def test_other_threads_launch_while_one_names():
     kernel = Kernel()
     with compiling(1, CPU):

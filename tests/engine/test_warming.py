@@ -1,0 +1,214 @@
+"""What a start captures first, what an idle engine captures, and that it changes no token."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from threading import Event
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+import engine.build as build  # noqa: E402
+from cache.config import CacheConfig  # noqa: E402
+from engine.checkpoint import open_checkpoint  # noqa: E402
+from engine.config import EngineConfig  # noqa: E402
+from engine.cuda import parts  # noqa: E402
+from engine.cuda.buckets import bucket, sizes  # noqa: E402
+from engine.cuda.runner import CudaRunner  # noqa: E402
+from engine.cuda.warming import FILTERED, PLAIN, Drawn, Forwarded, every, ordered  # noqa: E402
+from engine.loop import Engine  # noqa: E402
+from engine.messages import Abort, Sampling, Submit  # noqa: E402
+from engine.models import family  # noqa: E402
+from engine.weights import BadWeights  # noqa: E402
+from tests.driver import answers  # noqa: E402
+from tests.tiny import write_llama  # noqa: E402
+
+HOT = Sampling(temperature=1.0, seed=5, repetition=1.2)
+
+
+def test_a_start_captures_a_step_of_any_size_and_leaves_most_buckets_for_later():
+    forwards, draws = sizes(2048), sizes(256)
+    first, later = ordered(forwards, draws)
+    assert len({*first, *later}) == len(first) + len(later)  # nothing twice
+    assert len(first) < len(later)
+    for power in range(9):
+        assert Forwarded(bucket(forwards, 1 << power), False) in first
+        assert Drawn(bucket(draws, 1 << power), PLAIN, False) in first
+        assert Drawn(bucket(draws, 1 << power), FILTERED, False) in first
+    assert {Forwarded(256, True), Forwarded(2048, True)} <= {*first}
+    both = {*first, *later}
+    assert {one.size for one in both if isinstance(one, Forwarded) and not one.chunks} == {
+        *forwards}
+    assert {one.size for one in both if isinstance(one, Drawn) and one.masked} == {*draws}
+    assert [one.size for one in later] == sorted(one.size for one in later)
+    assert both < {*every(forwards, draws)}
+
+
+def test_sizes_that_are_no_powers_of_two_have_a_bucket_each_at_the_start():
+    first, later = ordered([1, 3, 5, 40], [1, 5])
+    assert [one.size for one in first if isinstance(one, Forwarded) and not one.chunks] == [
+        1, 3, 5, 40]
+    assert [one.size for one in first if isinstance(one, Drawn)] == [1, 1, 5, 5]
+    assert all(isinstance(one, Drawn) and one.masked for one in later)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(
+        tmp_path_factory.mktemp("warming") / "model", hidden=32, heads=2, kv_heads=1, head_dim=32,
+        intermediate=48, max_len=128,
+    )
+
+
+def make(folder) -> Engine:
+    config = EngineConfig(
+        model=str(folder), dtype="float32", device="auto", threads=1, max_sequences=4,
+        max_batch_tokens=24, mixed_tokens=16, cache=CacheConfig(blocks=8),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "fused", lambda device: True)
+        patch.setattr(CudaRunner, "compile", lambda *given: None)  # on a card: what is used
+        patch.setattr(CudaRunner, "warm", lambda *given: None)
+        return Engine(config, open_checkpoint(str(folder)))
+
+
+def asks() -> list[Submit]:
+    return [Submit(name, [7 * i + 1, 2, 3] * (i + 1), 6, HOT) for i, name in enumerate("abc")]
+
+
+def test_buckets_captured_late_change_no_token(folder):
+    alone = answers(make(folder), *asks())
+    engine = make(folder)
+    runner = engine.runner
+    first, later = ordered(runner.forward.sizes, runner.settling.sizes)
+    runner._later = deque([*first, *later])
+
+    def idle(engine: Engine, step: int) -> None:
+        """As if every request were paused here."""
+        for _ in range(3):
+            runner.idle()
+
+    assert answers(engine, *asks(), disturb=idle) == alone
+    assert len(first) + len(later) - len(runner._later) > 15
+
+
+def test_an_engine_without_work_warms_and_a_message_stops_it(folder):
+    engine, calls = make(folder), []
+    left = [3]
+
+    def idle() -> bool:
+        calls.append(engine.inbox.empty())
+        left[0] -= 1
+        return left[0] > 0
+
+    engine.runner.idle = idle
+    for _ in range(3):
+        engine.wait(0.0)
+    assert calls == [True] * 3
+    engine.inbox.put(Abort("x"))
+    engine.wait(5.0)  # returns at once
+    assert len(calls) == 3
+    engine.step()
+    engine.inbox.put(asks()[0])
+    engine.step()
+    engine.wait(5.0)  # a step flies
+    assert len(calls) == 3
+
+
+def shaped(folder):
+    """A model without memory, its config, and limits that make few buckets."""
+    checkpoint = open_checkpoint(str(folder))
+    config = EngineConfig(
+        model=str(folder), max_sequences=4, max_batch_tokens=24, mixed_tokens=16
+    ).resolved("cuda")
+    return checkpoint, config
+
+
+def compile_for(folder, device: torch.device, stop: Event) -> None:
+    checkpoint, config = shaped(folder)
+    build._compile(
+        family(checkpoint.architecture), checkpoint.config, config, 128, torch.float32, device, (),
+        0, stop,
+    )
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there kernels are compiled, see the next test")
+def test_all_kernels_are_named_without_a_weight(folder, monkeypatch):
+    """On the interpreter, which runs nothing here: a product of a weight would not work."""
+    interpreted = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    named = []
+
+    def warmup(kernel, *values, grid, **options):
+        named.append((kernel.fn.__name__, values))
+
+    monkeypatch.setattr(interpreted, "warmup", warmup, raising=False)
+    compiling = parts.compile_kernels
+
+    def on_a_cpu(*given, device, **more):
+        compiling(*given, device=torch.device("cpu"), **more)
+
+    monkeypatch.setattr(parts, "compile_kernels", on_a_cpu)
+    compile_for(folder, torch.device("cpu"), Event())
+    assert not named  # a CPU's engine needs none
+    compile_for(folder, torch.device("cuda"), Event())
+    kernels = {name for name, _ in named}
+    assert {"_product", "_project", "_norm", "_embed", "_short_kernel", "_chunk_kernel", "_score",
+            "_pick", "_search", "_walk"} <= kernels
+    assert "_chunk" in kernels  # of logprobs, which few ask for
+    tensors = [value for _, values in named for value in values if isinstance(value, torch.Tensor)]
+    assert any(tensor.is_meta for tensor in tensors)
+    assert not all(tensor.is_meta for tensor in tensors)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="compiles for a GPU")
+def test_nothing_is_left_to_compile_when_the_weights_are_there(folder):
+    import triton
+
+    compile_for(folder, torch.device("cuda", 0), Event())
+    compiled: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_compile", lambda *given: None)
+        patch.setattr(triton.knobs.compilation, "listener",
+                      lambda *, src, **more: compiled.append(src.name))
+        engine = make(folder)
+        runner = engine.runner
+        for wanted in every(runner.forward.sizes, runner.settling.sizes):
+            with torch.inference_mode(), runner._on_stream():
+                runner._visit(wanted)
+        torch.cuda.synchronize()
+    assert not compiled
+
+
+def test_a_start_that_fails_stops_what_runs_beside_it(folder, monkeypatch):
+    """Bad weights are an error in a second, also where kernels would take twenty."""
+    stopped = []
+
+    def compile(*given) -> None:
+        stopped.append(given[-1].wait(20))
+
+    def bad(*given, **more):
+        raise BadWeights("these are of another model")
+
+    monkeypatch.setattr(build, "_compile", compile)
+    monkeypatch.setattr(build, "load", bad)
+    with pytest.raises(BadWeights, match="another model"):
+        make(folder)
+    assert stopped == [True]
+
+
+def test_a_device_without_room_for_more_graphs_stops_warming(folder):
+    runner = make(folder).runner
+    runner._later = deque([Forwarded(1, False), Forwarded(2, False)])
+
+    def full(key, body):
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    runner._graphs.run = full
+    assert not runner.idle() and not runner._later
+    assert not runner.idle()
