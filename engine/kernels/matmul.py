@@ -96,9 +96,22 @@ def _scales(
 
 
 @triton.jit
-def _scaled(a, scales, gains):
-    """A part of a tile, normed."""
-    return (a.to(tl.float32) * scales * gains[None, :]).to(a.dtype)
+def _scaled(a, scales, gains, NORM: tl.constexpr):
+    """A part of a tile, normed where that is wanted."""
+    if NORM > 0:
+        a = (a.to(tl.float32) * scales * gains[None, :]).to(a.dtype)
+    return a
+
+
+@triton.jit
+def _parts(xs, live, AHEAD: tl.constexpr, TAIL: tl.constexpr):
+    """x where weights were read ahead."""
+    head, tail = 0, 0
+    if AHEAD > 0:
+        head = tl.load(xs + tl.arange(0, AHEAD)[None, :], mask=live, other=0.0)
+    if TAIL > 0:
+        tail = tl.load(xs + AHEAD + tl.arange(0, TAIL)[None, :], mask=live, other=0.0)
+    return head, tail
 
 
 @triton.jit
@@ -117,19 +130,15 @@ def accumulate(
     xs = x + rm[:, None].to(tl.int64) * depth
     ws = w + rn[None, :].to(tl.int64) * depth
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    if AHEAD > 0:
-        head = tl.load(xs + tl.arange(0, AHEAD)[None, :], mask=live, other=0.0)
-    if TAIL > 0:
-        tail = tl.load(xs + AHEAD + tl.arange(0, TAIL)[None, :], mask=live, other=0.0)
+    parts = _parts(xs, live, AHEAD, TAIL)  # asked for together with what the norm sums
+    scales = 1.0
     if NORM > 0:
         scales = _scales(x, rm, rows, depth, eps, BM, NORM, WIDTH)
     if AHEAD > 0:
-        if NORM > 0:
-            head = _scaled(head, scales, ahead[2])
+        head = _scaled(parts[0], scales, ahead[2], NORM)
         acc = tl.dot(head, ahead[0], acc, input_precision=PRECISION)
     if TAIL > 0:
-        if NORM > 0:
-            tail = _scaled(tail, scales, ahead[3])
+        tail = _scaled(parts[1], scales, ahead[3], NORM)
         acc = tl.dot(tail, ahead[1], acc, input_precision=PRECISION)
     if STEPS > 0:
         for k in range(AHEAD + TAIL, depth, BK):
@@ -141,8 +150,8 @@ def accumulate(
                 a = tl.load(xs + k + rk[None, :], mask=live & inside[None, :], other=0.0)
                 b = tl.load(ws + k + rk[:, None], mask=there & inside[:, None], other=0.0)
             if NORM > 0:
-                gains = tl.load(gain + k + rk, mask=inside, other=0.0).to(tl.float32)
-                a = _scaled(a, scales, gains)
+                gain_part = tl.load(gain + k + rk, mask=inside, other=0.0).to(tl.float32)
+                a = _scaled(a, scales, gain_part, NORM)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
@@ -203,7 +212,8 @@ def product(
     `bias` [N] is added to the product, then `residual` [M, N] (which may be `out`); `swiglu` takes
     rows 2i of w as gate and 2i + 1 as up: out = silu(gate) * up.  All contiguous; `out` may be of
     a wider type than the rest.  With `gain` [K], x is normed on the way as by kernels/norm.py, with
-    the same bits; then M is at most NORMED and the tile has that kernel's warps.  `overlap`: see kernels/overlap.py.
+    the same bits; then M is at most NORMED and the tile has that kernel's warps.  `overlap`: see
+    kernels/overlap.py.
     """
     (rows, depth), columns = x.shape, w.shape[0]
     assert w.shape[1] == depth, f"x {x.shape}, w {w.shape}"
