@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.cuda.events import event, stream
+from engine.cuda.events import stream
 from engine.cuda.forward import Forward, Limits, noted
 from engine.cuda.graphs import Graphs
+from engine.cuda.laps import Lap, Laps
 from engine.cuda.ops import KernelOps
 from engine.cuda.picks import Picks, store_path
 from engine.cuda.plain import plain
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
-BLOCKING = 16  # sequences from which the host sleeps for a step instead of spinning
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class CudaFlight(Flight):
 
     draw: Draw | None = None
     plain: bool = False  # each row draws one token
-    begun: torch.cuda.Event | None = None
-    ended: torch.cuda.Event | None = None
+    lap: Lap | None = None  # None where there is no stream
 
 
 class CudaRunner:
@@ -97,6 +96,7 @@ class CudaRunner:
         self._stream = stream(self.device) if on_gpu else None
         if self._stream is not None:  # weights may still be on their way
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._laps = Laps(self._stream) if self._stream is not None else None
         self._graphs = Graphs(capture and head is None)
         self._flights: deque[CudaFlight] = deque()
         self._later: deque[Bucket] = deque()  # to be captured when nobody waits
@@ -160,7 +160,7 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
         """See StepRunner.  Fresh blocks are not cleared: the kernels mask what was not written."""
-        begun = self._recorded(len(plan.rows))
+        lap = self._laps.begin(len(plan.rows)) if self._laps is not None else None
         with self._on_stream():
             for source, target in plan.copies:
                 self.pages.copy(source, target)
@@ -171,12 +171,14 @@ class CudaRunner:
             even = plain(plan.rows, places, self.slots.ids, self.pages.size)
             draw = self.settling.prepare(plan.rows, places, even)
             staged = self.forward.stage(plan.rows, places, even)
+            if lap is not None:
+                lap.kind = staged
             try:
                 self.forward.run(staged)
             except BaseException:
                 self._lose(plan)
                 raise
-        flight = CudaFlight(plan, draw=draw, plain=even.whole, begun=begun)
+        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap)
         self._flights.append(flight)
         return flight
 
@@ -198,7 +200,8 @@ class CudaRunner:
                     self.settling.stage(flight.draw)
                     self.settling.run(flight.draw)
                     self.settling.fetch(flight.draw)
-                flight.ended = self._recorded(len(flight.plan.rows))
+                if self._laps is not None and flight.lap is not None:
+                    self._laps.end(flight.lap)
                 if self.head is not None:
                     self._read(flight)
                     taps = self.forward.taps
@@ -227,9 +230,8 @@ class CudaRunner:
 
     def _read(self, flight: CudaFlight) -> None:
         """Wait for a step's results and cut them by row."""
-        if flight.begun is not None and flight.ended is not None:
-            flight.ended.synchronize()
-            flight.seconds = flight.begun.elapsed_time(flight.ended) / 1e3
+        if self._laps is not None and flight.lap is not None:
+            flight.seconds = self._laps.wait(flight.lap)
         tokens: list[int] = []
         if flight.draw is not None:
             tokens, flight.logprobs = self.settling.collect(flight.draw)
@@ -242,14 +244,6 @@ class CudaRunner:
             end = begin + (len(row.draft) + 1 if row.last else 0)
             drawn.append(tokens[begin:end])
             begin = end
-
-    def _recorded(self, rows: int) -> torch.cuda.Event | None:
-        """An event at the stream's present end; None where there is no stream."""
-        if self._stream is None:
-            return None
-        marked = event(timing=True, blocking=rows >= BLOCKING)
-        marked.record(self._stream)
-        return marked
 
     def forget(self, seq: Sequence) -> None:
         """See StepRunner."""
