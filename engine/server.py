@@ -26,6 +26,7 @@ import msgspec
 from engine.attachments import STUCK, UNSENT_LIMIT, Attachments
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import EngineConfig
+from engine.context import open_beside
 from engine.messages import Stepping
 from engine.progress import shown
 from engine.timeline import Timeline
@@ -138,6 +139,7 @@ def main() -> int:
     given = parser.parse_args()
     timeline = Timeline.of_process()
     config = msgspec.json.decode(given.config, type=EngineConfig)
+    open_beside(config.device, timeline)
 
     def build() -> Stepping:
         checkpoint = timeline.run("tokenizer", open_checkpoint, config.model, config.revision)
