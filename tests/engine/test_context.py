@@ -1,4 +1,4 @@
-"""Opening a GPU's context early: the driver's calls in their order, and nothing where there is none.
+"""Opening a GPU's context early: the driver's calls in order, nothing where there is none.
 
 The driver is played; whether torch takes the context over is seen on a card.
 """
