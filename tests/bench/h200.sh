@@ -4,12 +4,13 @@
 # OUT: folder of the results.  SHAPE: folder of the 8B checkpoint, written at its first use with the
 # tokenizer of TOKENIZER, a GGUF file.  LOADS: folder of load.py, prompts.py and toolcheck.py; smol
 # measures no tools without it.  KIT: unpack.sh of packages and model, where neither is installed.
+# CACHE: folder of compiled kernels; card finds those of smol there.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=${1:?smol, 8b or card} seconds=${2:-540}; shift; shift || true
 out=${OUT:-${TMPDIR:-/tmp}/slipstream-h200} shape=${SHAPE:-$HOME/slipstream-8b} kit=${KIT:-.gpu/kit/unpack.sh}
 [ ! -f "$kit" ] || eval "$(bash "$kit" env)"
-begin=$(date +%s) model=smollm2
+begin=$(date +%s) model=smollm2 cache=${CACHE:-$HOME/slipstream-kernels}
 case $work in
   8b) model=$shape
       [ -f "$shape/model.safetensors.index.json" ] ||
@@ -19,4 +20,4 @@ case $work in
   smol) [ -z "${LOADS:-}" ] || set -- --loads "$LOADS" "$@" ;;
 esac
 exec python3 -u -m tests.bench.acceptance "$work" "$model" --out "$out" \
-  --budget-s $((seconds - ($(date +%s) - begin))) "$@"
+  --cache "$cache/${work/card/smol}" --budget-s $((seconds - ($(date +%s) - begin))) "$@"

@@ -89,6 +89,13 @@ def test_a_server_that_fails_costs_its_own_part_only(tmp_path):
     assert "ended with code" in found[0]["why"]
 
 
+def test_a_first_boot_is_measured_only_where_it_is_the_first(tmp_path):
+    (tmp_path / "cache" / "triton").mkdir(parents=True)
+    done = run("smol", "m", "--out", tmp_path / "out", "--cache", tmp_path / "cache",
+               "--only", "first_boot")
+    assert "no value first boot" in done.stdout and "has compiled kernels" in done.stdout
+
+
 @pytest.mark.timeout(60)
 def test_the_cards_tests_are_counted(tmp_path):
     file = tmp_path / "test_some.py"
