@@ -122,14 +122,14 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):
     status: int = 400
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities of one emitted token under its row's raw logits."""
 
     logprob: float
     top: list[tuple[int, float]]  # the best first
 
 
-class Out(msgspec.Struct, frozen=True, array_like=True):
+class Out(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one choice gained in a step."""
 
     id: str

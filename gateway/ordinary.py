@@ -66,11 +66,13 @@ class Ordinary:
         """Take an out that ends nothing; False when the reader must take it."""
         tokens = out.tokens
         found = self._quoted.get(tokens[0]) if len(tokens) == 1 else self._joined(tokens)
+        if found is None:  # at a token's first use
+            for id in tokens:
+                self._vocabulary.quote(id)
+            found = self._joined(tokens)
         choice = self._choice
         # Decoder and scanner are the choice's of now: it may have begun anew.
         if found is None or out.logprobs or choice.decoder.pending:
-            for id in tokens:
-                self._vocabulary.quote(id)  # for its next use
             return self._otherwise(out)
         quoted, text = found
         call, scanner = -1, choice.scanner
