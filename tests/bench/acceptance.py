@@ -106,6 +106,7 @@ def _with_server(
         with h200_serving.served(command, log) as process:
             boot = h200_serving.boot(process, base, given, clock)
             report.raw[name] = {"boot": boot, "timeline": _timeline(log)}
+            report.lines.append(f"{name}: {figures.owners(report.raw[name]['timeline'])}")
             report.add(figures.of_boot(given.work, boot, cold))
             if not cold:
                 _clients(report, given, clock, base, process.pid, boot["model"])

@@ -6,6 +6,7 @@ where a target is a multiple of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -93,6 +94,7 @@ SERVING: dict[tuple[str, int], dict[str, Target]] = {
 BOOT = {"smol": most(8), "8b": most(20)}  # seconds to the first answer, kernels cached
 WARM_TURN = most(0.3)  # TTFT of a second turn, of that without a cache
 CALLS, SCHEMAS = 40, 10  # toolcheck.py: calls that must be valid, odd schemas
+SHORT_S = 0.1  # of a start: not worth a word
 INVARIANT = most(1.05)  # the best row-invariant product, of the best of all
 
 
@@ -161,6 +163,12 @@ def of_product(row: Row) -> Figure:
     shown = " ".join(f"{rows}:{cost:.2f}" for rows, cost in sorted(costs.items()))
     return Figure(f"invariant {row['what']} {row['columns']}x{row['depth']}", costs[worst],
                   f"at {worst} rows; {shown}", INVARIANT)
+
+
+def owners(timeline: list[str]) -> str:
+    """Who took how many seconds of a start, in the order of their beginning; no short ones."""
+    found = (re.match(r"(.+?) +[\d.]+ +[\d.]+ +([\d.]+)( |$)", line) for line in timeline)
+    return ", ".join(f"{one[1]} {one[2]}" for one in found if one and float(one[2]) >= SHORT_S)
 
 
 def stages(rows: list[Row]) -> list[str]:

@@ -144,6 +144,14 @@ def test_what_an_invariant_product_costs_is_of_the_best_of_all():
     assert found["best"] == {1: "b", 8: "a"} and found["costs"] == {1: 1.0, 8: 1.5}
 
 
+def test_a_start_is_told_by_its_owners():
+    table = ["boot              start     end       s  meanwhile",
+             "python, imports    0.00    0.60    0.60", "tokenizer          0.60    0.62    0.02",
+             "(nobody)           3.64    3.85    0.21", "weights  4.11  5.04  0.93  grammar 0.1",
+             "total              0.00   33.07   33.07"]
+    assert figures.owners(table) == "python, imports 0.60, (nobody) 0.21, weights 0.93, total 33.07"
+
+
 def test_the_stages_of_a_step_are_one_line_a_batch():
     rows = [
         {"what": "copy", "value": 4259.5, "unit": "GB/s", "beside": "measured"},
