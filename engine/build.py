@@ -31,7 +31,7 @@ from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
 from engine.runner import Runner, StepRunner
-from engine.threads import Threads, cores
+from engine.threads import Threads, cores, read_usage, unseen
 from engine.timeline import Timeline
 from engine.weights import load
 
@@ -84,7 +84,9 @@ def build(
         with timeline.span("triton"):  # late: a CPU engine needs none
             from engine.cuda.parts import check
         check(shape, dtype)
-    threads = Threads(config.threads or len(cores()), torch.set_num_threads)
+    # A GPU's step has no parallel regions on the host: nobody's cores have to be watched.
+    watch = unseen if fused(device) else read_usage
+    threads = Threads(config.threads or len(cores()), torch.set_num_threads, watch)
     kind = family(checkpoint.architecture)
     taps = head.taps if head is not None else ()
     drafts = config.max_drafts if drafting else 0

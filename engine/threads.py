@@ -54,6 +54,10 @@ def read_usage() -> Usage | None:
     return Usage(time.monotonic(), busy / TICKS, used.ru_utime + used.ru_stime, len(ours))
 
 
+def unseen() -> None:
+    """Where it does not matter what others use: the number of threads stays."""
+
+
 class Threads:
     """Call `update` between steps; it calls `apply(count)` when the number should change."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.threads import Threads, Usage, read_usage
+from engine.threads import Threads, Usage, read_usage, unseen
 
 
 class Machine:
@@ -69,3 +69,10 @@ def test_a_system_that_does_not_tell_keeps_the_limit():
 def test_this_machine_tells():
     usage = read_usage()
     assert usage is None or (usage.machine >= usage.own * 0.5 and usage.cores >= 1)
+
+
+def test_where_nobody_is_watched_the_number_stays():
+    applied: list[int] = []
+    threads = Threads(4, applied.append, unseen)
+    threads.update(1e9)
+    assert applied == [4] and threads.count == 4
