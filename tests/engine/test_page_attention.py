@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine.kernels.attention_plan import LINES
+from engine.kernels.decode_attention import DecodeScratch
+from engine.kernels.overlap import EAGER, OVERLAPS
+from engine.kernels.page_attention import page_attention
 from tests.engine.test_attention_kernels import (  # noqa: F401
     DEVICE,
     HALF,
@@ -19,11 +23,6 @@ from tests.engine.test_attention_kernels import (  # noqa: F401
     decodes,
     lines_apart,
 )
-
-from engine.kernels.attention_plan import LINES  # noqa: E402
-from engine.kernels.decode_attention import DecodeScratch  # noqa: E402
-from engine.kernels.overlap import EAGER, OVERLAPS  # noqa: E402
-from engine.kernels.page_attention import page_attention  # noqa: E402
 
 COARSE, FINE = 0, 10_000  # pages up to which each has a program
 
