@@ -1,0 +1,176 @@
+"""What a step's integers are, whatever lay in the host buffer before.  Runs no kernel.
+
+Steps of rows that decode write only what changed; each is compared with its rows, token by token.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from engine.cuda.plain import plain
+from engine.messages import Sampling, Submit
+from engine.plan import Row
+from engine.sequence import Sequence
+from tests.engine.test_cuda_runner import make
+from tests.tiny import write_llama
+
+SIZE, MAX_LEN = 64, 512
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    folder = write_llama(
+        tmp_path_factory.mktemp("plain") / "model", hidden=32, heads=2, kv_heads=1, head_dim=32,
+        intermediate=32, max_len=MAX_LEN,
+    )
+    return make(folder, True, blocks=80, max_sequences=40, max_batch_tokens=128).runner
+
+
+@dataclass
+class Staged:
+    """A step as the device was told of it."""
+
+    rows: list[Row]
+    places: list
+    forward: dict
+    settle: dict
+
+
+@torch.inference_mode()
+def stage(runner, rows: list[Row]) -> Staged:
+    """Send a plan's integers, and read them where the kernels do."""
+    places = runner.slots.placed(rows)
+    runner.slots.upload()
+    first = plain(rows, places, runner.slots.ids, SIZE)
+    draw = runner.settling.prepare(rows, places, first)
+    staged = runner.forward.stage(rows, places, first)
+    runner.settling.stage(draw)
+    sent = []
+    for half, size in ((runner.forward, staged.size), (runner.settling, draw.size)):
+        at = half._buckets[size].layout.device(half._mirror.buffer)
+        sent.append({name: values.tolist() for name, values in at.items()})
+    return Staged(rows, places, *sent)
+
+
+def check_forward(runner, step: Staged) -> None:
+    """Each token is where its row says, and what follows is nobody's."""
+    at, flat = step.forward, 0
+    for i, (row, place) in enumerate(zip(step.rows, step.places, strict=True)):
+        seq = row.seq
+        assert (at["slot"][i], at["first"][i]) == (place.slot, flat)
+        assert (at["start"][i], at["count"][i]) == (row.start, row.count)
+        ids = [*seq.tokens[row.start : row.position], *row.draft]
+        for j in range(row.count):
+            position = row.start + j
+            block = seq.blocks[position // SIZE].id
+            assert at["positions"][flat] == position
+            assert at["kv"][flat] == block * SIZE + position % SIZE
+            token, origin = (0, place.slot) if row.pending else (ids[j], -1)
+            assert (at["tokens"][flat], at["origin"][flat]) == (token, origin)
+            flat += 1
+    trash = (runner.pages.blocks - 1) * SIZE
+    for name, rest in (("tokens", 0), ("origin", -1), ("positions", 0), ("kv", trash)):
+        assert set(at[name][flat:]) <= {rest}
+    for name in ("slot", "first", "start", "count"):
+        assert not any(at[name][len(step.rows) :])
+
+
+def check_items(runner, step: Staged) -> None:
+    """The short rows' splits, each once; chunks only where rows are long."""
+    at, split = step.forward, runner.forward.limits.split
+    (total,) = at["short_total"]
+    items = [(item // 16, part) for item, part in zip(*at["short_items"], strict=True)][:total]
+    ends = {i: row.start + row.count - 1 for i, row in enumerate(step.rows) if row.count == 1}
+    assert [one for one in items if one[0] in ends] == [
+        (i, part) for i, end in ends.items() for part in range(end // split + 1)
+    ]
+    assert (at["chunk_total"][0] > 0) == any(row.count > 16 for row in step.rows)
+
+
+def check_settle(step: Staged) -> None:
+    """Each drawn token's slot, position, and whether stop ids are held back."""
+    at, flat, drawn = step.settle, 0, 0
+    for row, place in zip(step.rows, step.places, strict=True):
+        flat += row.count
+        if not row.last:
+            continue
+        first = flat - 1 - len(row.draft)
+        for offset in range(len(row.draft) + 1):
+            position = row.position + offset
+            assert at["picked"][drawn] == first + offset
+            assert (at["slot"][drawn], at["first"][drawn]) == (place.slot, first)
+            assert (at["position"][drawn], at["offset"][drawn]) == (position, offset)
+            assert bool(at["hold"][drawn]) == (position < place.least)
+            drawn += 1
+    assert at["count"] == [drawn] and not any(at["picked"][drawn:])
+    assert not any(at["mask"])
+    assert at["groups"] == [sum(row.last for row in step.rows)]
+
+
+def sequence(name: str, chance: random.Random, first_block: int) -> Sequence:
+    tokens = [chance.randrange(256) for _ in range(MAX_LEN)]
+    sampling = Sampling(temperature=0.0, min_tokens=chance.choice([0, 0, 4]))
+    seq = Sequence(Submit(name, tokens[:20], 400, sampling), 0, b"", 0.0, tokens, 0.0)
+    seq.blocks = [SimpleNamespace(id=first_block + i) for i in range(MAX_LEN // SIZE)]
+    return seq
+
+
+def rows_of(chance: random.Random, seqs: list[Sequence], starts: dict[str, int]) -> list[Row]:
+    """Mostly rows that decode, as the scheduler orders them; now and then drafts and chunks."""
+    kind = chance.choice(["plain"] * 6 + ["known", "drafts", "chunk"])
+    rows = []
+    for seq in seqs:
+        start = starts[seq.submit.id]
+        draft = (5, 6, 7) if kind == "drafts" and chance.random() < 0.4 else ()
+        rows.append(Row(seq, start, 1 + len(draft), True, kind == "plain", draft))
+        starts[seq.submit.id] = (start + 1) % (MAX_LEN - 40)
+    if kind == "chunk":
+        count = chance.choice([1, 5, 30])
+        rows[-1] = Row(rows[-1].seq, rows[-1].start, count, chance.random() < 0.5)
+    return rows
+
+
+def test_whatever_a_buffer_held_the_device_is_told_each_row(runner):
+    chance = random.Random(3)
+    seqs = [sequence(f"s{i}", chance, 8 * i) for i in range(9)]
+    starts = {seq.submit.id: chance.choice([20, 60, 250]) for seq in seqs}
+    running, kept, chunks = seqs[:4], 0, 0
+    for _ in range(400):
+        if chance.random() < 0.1:
+            running = chance.sample(seqs, chance.randrange(1, 9))
+        rows = rows_of(chance, running, starts)
+        if all(row.count == 1 and row.last for row in rows):
+            kept += 1
+        elif not any(row.last for row in rows):
+            continue
+        chunks += any(row.count > 16 for row in rows)
+        step = stage(runner, rows)
+        check_forward(runner, step)
+        check_items(runner, step)
+        check_settle(step)
+    assert kept > 200 and chunks > 5
+
+
+@torch.inference_mode()
+def test_masks_of_a_step_are_gone_in_the_next_one_of_its_buffer(runner):
+    chance = random.Random(5)
+    seqs = [sequence(f"m{i}", chance, 8 * i) for i in range(3)]
+    for at in range(8):
+        rows = [Row(seq, 20 + at, 1, True) for seq in seqs]
+        places = runner.slots.placed(rows)
+        draw = runner.settling.prepare(rows, places, plain(rows, places, runner.slots.ids, SIZE))
+        masks = torch.full((3, runner.settling._masks.shape[1]), -1, dtype=torch.int32)
+        masked = [1] if at % 2 else []
+        runner.settling.supply(draw, masks, masked)
+        held = runner.settling._buckets[draw.size].hosts[draw.staged]["mask"]
+        assert held[:3].tolist() == [0, len(masked), 0]
