@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from threading import Event
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from engine.kernels.processes import Task, Workers, described
+
+MOST_WORKERS = 8  # processes that compile: each imports torch, for seconds,
+ENOUGH = 6  # so that many kernels must be missing in Triton's cache before it is worth it
 
 # What was named within `compiling`; None where kernels are launched.  A thread's own: one may name
 # kernels while another one launches some.
@@ -68,29 +74,60 @@ def compiling(
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of a pool's thread: where its kernels are loaded
 
-    with ThreadPoolExecutor(threads, initializer=begin) as pool:
-        with triton.AsyncCompileMode(_Loading(pool, stop or Event()), ignore_errors=True):
-            token = _named.set(set())
-            try:
-                yield
-            finally:
-                _named.reset(token)
+    workers = Workers(min(MOST_WORKERS, threads // 2))
+    with (
+        closing(workers),
+        ThreadPoolExecutor(threads, initializer=begin) as pool,
+        _heard(workers.start),
+        triton.AsyncCompileMode(_Loading(pool, workers, stop or Event()), ignore_errors=True),
+    ):
+        token = _named.set(set())
+        try:
+            yield
+        finally:
+            _named.reset(token)
+
+
+@contextmanager
+def _heard(missed: Callable[[], None]) -> Iterator[None]:
+    """Call `missed`, once or more often, when ENOUGH kernels were not in Triton's cache."""
+    before = triton.knobs.compilation.listener
+    misses: list[bool] = []
+
+    def listen(*given: Any, cache_hit: bool, **more: Any) -> None:
+        if not cache_hit:
+            misses.append(True)  # not a count: several threads do this
+            if len(misses) >= ENOUGH:
+                missed()
+        if before is not None:
+            before(*given, cache_hit=cache_hit, **more)
+
+    triton.knobs.compilation.listener = listen
+    try:
+        yield
+    finally:
+        triton.knobs.compilation.listener = before
 
 
 class _Loading(Executor):
     """Loads each kernel where it was compiled: that builds the stub which launches it, too."""
 
-    def __init__(self, pool: Executor, stop: Event) -> None:
-        self._pool, self._stop = pool, stop
+    def __init__(self, pool: Executor, workers: Workers, stop: Event) -> None:
+        self._pool, self._workers, self._stop = pool, workers, stop
+        self._order: list[tuple[str, str]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Compile by `fn`, then load; the future has the kernel."""
-        return self._pool.submit(self._loaded, fn, *args, **kwargs)
+        task = described(fn, self._order)
+        return self._pool.submit(self._loaded, task, partial(fn, *args, **kwargs))
 
-    def _loaded(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _loaded(self, task: Task | None, compile: Callable[[], Any]) -> Any:
         if self._stop.is_set():
             raise RuntimeError("the start was given up")
-        kernel = fn(*args, **kwargs)
+        if task is not None and self._workers.ready:
+            with suppress(Exception):  # compiled here, then
+                self._workers.compile(task)
+        kernel = compile()
         with suppress(Exception):  # too large for this device, or no C compiler: see `compiling`
             _ = kernel.run  # looking at it loads it
         return kernel

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
+if not torch.cuda.is_available():  # other tests of the same run interpret kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
 
-from triton.runtime._async_compile import active_mode
+from triton.runtime._async_compile import active_mode  # noqa: E402
 
-from engine.kernels.launch import compiling, enqueue, library
+from engine.kernels import launch  # noqa: E402
+from engine.kernels.launch import compiling, enqueue, library  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -93,6 +98,56 @@ def test_what_was_not_begun_when_the_start_is_given_up_is_not_compiled():
         for kernel in kernels:
             enqueue(kernel, (1,))(1)
     assert all(kernel.named and not kernel.made for kernel in kernels)
+
+
+class Played:
+    """The processes that compile, as `launch` sees them."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.started, self.closed = count, 0, False
+        self.tasks: list[object] = []
+
+    @property
+    def ready(self) -> bool:
+        return self.started > 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def compile(self, task: object) -> None:
+        self.tasks.append(task)
+        if len(self.tasks) == 2:
+            raise TimeoutError("a worker hangs")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_enough_kernels_that_were_not_cached_start_processes_which_get_the_rest(monkeypatch):
+    made: list[Played] = []
+    monkeypatch.setattr(launch, "Workers", lambda count: made.append(Played(count)) or made[-1])
+    monkeypatch.setattr(launch, "described", lambda compile, order: "task")
+    heard: list[bool] = []
+    told = triton.knobs.compilation
+
+    def listener(*, cache_hit: bool) -> None:
+        heard.append(cache_hit)
+
+    monkeypatch.setattr(told, "listener", listener)
+    kernels = [Kernel() for _ in range(5)]
+    with compiling(1, CPU):
+        enqueue(kernels[0], (1,))(1)
+        while not kernels[0].made:
+            time.sleep(0.01)
+        for hit in (True, True, *[False] * (launch.ENOUGH - 1)):
+            told.listener(cache_hit=hit)  # Triton says so, from whatever thread compiled
+        assert not made[0].started
+        told.listener(cache_hit=False)
+        for kernel in kernels[1:]:
+            enqueue(kernel, (1,))(1)
+    assert made[0].tasks == ["task"] * 4 and made[0].closed
+    assert all(kernel.finished for kernel in kernels)  # also the one whose worker hung
+    assert heard == [True, True, *[False] * launch.ENOUGH] and told.listener is listener
 
 
 def test_other_threads_launch_while_one_names():
