@@ -84,9 +84,7 @@ def build(
         with timeline.span("triton"):  # late: a CPU engine needs none
             from engine.cuda.parts import check
         check(shape, dtype)
-    # A GPU's step has no parallel regions on the host: nobody's cores have to be watched.
-    watch = unseen if fused(device) else read_usage
-    threads = Threads(config.threads or len(cores()), torch.set_num_threads, watch)
+    threads = _threads(config, device)
     kind = family(checkpoint.architecture)
     taps = head.taps if head is not None else ()
     drafts = config.max_drafts if drafting else 0
@@ -124,6 +122,12 @@ def build(
         masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
         threads=threads,
     )
+
+
+def _threads(config: ResolvedConfig, device: torch.device) -> Threads:
+    """A GPU's step has no parallel regions on the host: nobody's cores have to be watched."""
+    watch = unseen if fused(device) else read_usage
+    return Threads(config.threads or len(cores()), torch.set_num_threads, watch)
 
 
 def fused(device: torch.device) -> bool:
