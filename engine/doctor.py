@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -31,6 +32,7 @@ def report(model: str) -> Iterator[Row]:
     yield _torch()
     yield from _gpus()
     yield _triton()
+    yield from _picks()
     for library in LIBRARIES:
         yield _library(library)
     yield _cpu()
@@ -114,6 +116,30 @@ def _triton_cache() -> tuple[str, bool]:
     sizes = [path.stat().st_size for path in folder.glob("*/*") if path.is_file()]
     return (f"cache {folder}: {sum(1 for _ in folder.glob('*'))} entries, "
             f"{sum(sizes) / 1e6:.1f} MB{state}", writable)
+
+
+def _picks() -> Iterator[Row]:
+    """Where a GPU's measured choice of kernels is kept; a first start of a model measures."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton") is None:
+        return
+    import torch  # late, as above
+
+    if not torch.cuda.is_available():
+        return
+    from engine.cuda.picks import store_path
+
+    path = store_path()
+    if path is None:
+        yield "picks", "not kept, there is no home folder: set XDG_CACHE_HOME", False
+        return
+    try:
+        known = len(json.loads(path.read_text())["picks"])
+    except FileNotFoundError:
+        yield "picks", f"{path} is not there: the first start measures kernels", True
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        yield "picks", f"{path} cannot be read ({error}): the next start measures anew", False
+    else:
+        yield "picks", f"{path}: {known} kernels chosen by what was measured", True
 
 
 def _library(name: str) -> Row:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # other tests of the same run interpret kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+import engine.cuda.picks  # noqa: F401  before a GPU is played: it looks at the real one
 from engine import doctor
 
 VERSION = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build  (x)
@@ -101,6 +108,23 @@ def test_triton_and_its_compiler_are_missed_only_beside_a_gpu(monkeypatch):
     assert doctor._triton() == ("triton", "not installed: pip install triton", False)
     seen(monkeypatch, 0)
     assert doctor._triton() == ("triton", "not installed (only a GPU needs it)", True)
+
+
+def test_the_choice_of_kernels_is_told_where_a_gpu_needs_it(monkeypatch, tmp_path):
+    assert list(doctor._picks()) == []
+    seen(monkeypatch, 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "slipstream" / "picks.json"
+    assert list(doctor._picks()) == [
+        ("picks", f"{path} is not there: the first start measures kernels", True)]
+    path.parent.mkdir()
+    path.write_text(json.dumps({"device": "x", "picks": [[1], [2], [3]]}))
+    assert list(doctor._picks()) == [
+        ("picks", f"{path}: 3 kernels chosen by what was measured", True)]
+    for damaged in ("{", "[]", "{}", '{"picks": 3}'):
+        path.write_text(damaged)
+        ((_, value, fine),) = doctor._picks()
+        assert "cannot be read" in value and not fine
 
 
 def test_the_whole_report_raises_nothing_and_holds_the_new_lines(tmp_path):
