@@ -147,12 +147,15 @@ def of_calls(found: Row) -> Iterator[Figure]:
     An odd schema is right when it is refused with status 400, or when the answer satisfies it.
     """
     yield Figure("forced tool calls: valid", found["valid"], f"of {found['of']}", least(CALLS))
+    wrong = [one for one in found["rows"] if one["verdict"] != "valid"
+             and not one["verdict"].startswith("cut by max_tokens")]
+    yield Figure("forced tool calls: wrong though not cut", len(wrong), "", most(0))
     yield Figure("forced tool calls: wire breaks", sum(found["wire_breaks"].values()), "", most(0))
     right = [one for one in found["odd"]
              if one["status"] == 400 or (one["status"] == 200 and one["verdict"] == "valid")]
-    wrong = [one["schema"] for one in found["odd"] if one not in right]
+    ignored = [one["schema"] for one in found["odd"] if one not in right]
     yield Figure("odd schemas: refused or enforced", len(right),
-                 f"of {len(found['odd'])}{' not ' if wrong else ''}{', '.join(wrong)}",
+                 f"of {len(found['odd'])}{' not ' if ignored else ''}{', '.join(ignored)}",
                  least(SCHEMAS))
 
 

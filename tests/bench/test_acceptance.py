@@ -30,7 +30,8 @@ LEVEL = {"conc": 2, "out_tok_s": 5.0, "cpu_ms_per_out_tok": 1.0, "client_cpu_s":
 LOAD = {"levels": [LEVEL], "sessions": {
     "rows": [], "ratio_warm_to_cold": 0.25, "ttft2_p50": 0.003, "cached_tokens": [64, 64, 0],
     "prompt2_p50": 70}}
-CALLS = {"valid": 39, "of": 40, "wire_breaks": {"no id": 1}, "odd": [
+CALLS = {"valid": 39, "of": 40, "wire_breaks": {"no id": 1}, "rows": [
+    {"verdict": "valid"}, {"verdict": "cut by max_tokens; not JSON"}], "odd": [
     {"schema": "refused", "status": 400, "verdict": "HTTP 400"},
     {"schema": "enforced", "status": 200, "verdict": "valid"},
     {"schema": "ignored", "status": 200, "verdict": "not valid"}]}
@@ -66,6 +67,7 @@ def test_every_part_is_measured_or_named_and_the_rest_goes_on(tmp_path):
     assert verdicts["tools by load.py, 2: answered"] == "MISSED"
     assert verdicts["second turn: TTFT, of cold"] == "met"
     assert verdicts["forced tool calls: valid"] == "MISSED"
+    assert verdicts["forced tool calls: wrong though not cut"] == "met"
     assert verdicts["products"] == "no value"
     assert [row["output_tokens"] for row in found["serving"]["rows"]] == [8, 12]
     assert any(line.startswith("weights") for line in found["serving"]["timeline"])
