@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from threading import Event
 from typing import TYPE_CHECKING
@@ -94,8 +94,7 @@ def build(
             checkpoint.stop_ids, config.compile_threads,
         )
         kernels = side.submit(
-            timeline.run, "kernels", _compile, kind, shape, config, max_len, dtype, device, taps,
-            drafts, given_up,
+            _compile, kind, shape, config, max_len, dtype, device, drafts, given_up, timeline
         )
         if device.type == "cpu":
             _keep_freed_memory()
@@ -148,21 +147,23 @@ def _told() -> Iterator[Event]:
 
 def _compile(
     kind: type[Model], shape: ModelConfig, config: ResolvedConfig, max_len: int,
-    dtype: torch.dtype, device: torch.device, taps: tuple[int, ...], drafts: int, given_up: Event,
+    dtype: torch.dtype, device: torch.device, drafts: int, given_up: Event, timeline: Timeline,
 ) -> None:  # fmt: skip
     """Make a GPU's kernels ready for a model of this shape; nothing elsewhere."""
     if device.type != "cuda":
         return
     from engine.cuda.parts import compile_kernels  # late: needs Triton
 
-    weights = {
-        name: torch.empty(size, dtype=dtype, device="meta")
-        for name, size in kind.expected(shape).items()
-    }
-    compile_kernels(
-        kind(shape, weights, max_len, taps, paired=True), shape, config, size=BLOCK,
-        max_len=max_len, dtype=dtype, device=device, drafts=drafts, stop=given_up,
-    )
+    with timeline.span("kernels"):
+        shape = replace(shape, layers=1)  # the others launch the same
+        weights = {
+            name: torch.empty(size, dtype=dtype, device="meta")
+            for name, size in kind.expected(shape).items()
+        }
+        compile_kernels(
+            kind(shape, weights, max_len, paired=True), shape, config, size=BLOCK,
+            max_len=max_len, dtype=dtype, device=device, drafts=drafts, stop=given_up,
+        )
 
 
 def _cpu_runner(

@@ -126,8 +126,9 @@ def make(
         engine: Stepping = Engine(config, checkpoint, progress=progress, timeline=timeline)
     # What is alive now lives as long as the process.  A full collection over it took 130 ms, in the
     # middle of everybody's stream; frozen, it is not looked at again.
-    gc.collect()
-    gc.freeze()
+    with timeline.span("freeze"):
+        gc.collect()
+        gc.freeze()
     log.info("engine is ready\n%s", timeline.table())
     return engine
 

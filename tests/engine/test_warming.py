@@ -25,6 +25,7 @@ from engine.cuda.warming import FILTERED, PLAIN, Drawn, Forwarded, every, ordere
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Abort, Sampling, Submit  # noqa: E402
 from engine.models import family  # noqa: E402
+from engine.timeline import Timeline  # noqa: E402
 from engine.weights import BadWeights  # noqa: E402
 from tests.driver import answers  # noqa: E402
 from tests.tiny import write_llama  # noqa: E402
@@ -133,8 +134,8 @@ def shaped(folder):
 def compile_for(folder, device: torch.device, stop: Event) -> None:
     checkpoint, config = shaped(folder)
     build._compile(
-        family(checkpoint.architecture), checkpoint.config, config, 128, torch.float32, device, (),
-        0, stop,
+        family(checkpoint.architecture), checkpoint.config, config, 128, torch.float32, device, 0,
+        stop, Timeline(),
     )
 
 
@@ -190,7 +191,7 @@ def test_a_start_that_fails_stops_what_runs_beside_it(folder, monkeypatch):
     stopped = []
 
     def compile(*given) -> None:
-        stopped.append(given[-1].wait(20))
+        stopped.append(given[-2].wait(20))
 
     def bad(*given, **more):
         raise BadWeights("these are of another model")
