@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.launch import enqueue
 from engine.kernels.norm import scale_of, warps
-from engine.kernels.overlap import launch_options, release, wait
+from engine.kernels.overlap import launch_options, mode, release, wait
 
 STORE, RESIDUAL, SWIGLU = 0, 1, 2  # what happens to a tile before it is stored
 NORMED = 4  # rows that a product can norm itself: every program does it anew
@@ -227,8 +227,9 @@ def product(
         residual if residual is not None else out, out, rows, columns, depth, eps,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, AHEAD=tile.ahead, TAIL=tile.tail, EPILOGUE=epilogue,
         NORM=normed(gain, tile, rows, depth), WIDTH=triton.next_power_of_2(depth),
-        BIAS=bias is not None, STEPS=tile.steps(depth), OVERLAP=overlap, PRECISION=precision(x),
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(overlap),
+        BIAS=bias is not None, STEPS=tile.steps(depth), OVERLAP=mode(overlap),
+        PRECISION=precision(x), num_warps=tile.warps, num_stages=tile.stages,
+        **launch_options(overlap),
     )  # fmt: skip
 
 
@@ -268,5 +269,6 @@ def gate(both: Tensor, out: Tensor, *, overlap: int = 0) -> None:
     assert both.shape == (rows, 2 * columns), f"both {both.shape}, out {out.shape}"
     block = 1024
     enqueue(_gate, (rows, triton.cdiv(columns, block)))(
-        both, out, columns, BLOCK=block, OVERLAP=overlap, num_warps=4, **launch_options(overlap)
-    )
+        both, out, columns, BLOCK=block, OVERLAP=mode(overlap), num_warps=4,
+        **launch_options(overlap),
+    )  # fmt: skip

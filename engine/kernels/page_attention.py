@@ -21,7 +21,7 @@ from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import LINES, TILES, short_tile
 from engine.kernels.decode_attention import LOG2_E, STAGES, WARPS, DecodeScratch, _item
 from engine.kernels.launch import enqueue
-from engine.kernels.overlap import launch_options, release, wait
+from engine.kernels.overlap import launch_options, mode, release, wait
 
 FINE = 32  # pages of a step up to which each has a program of its own: joining takes time, too
 
@@ -67,7 +67,7 @@ def page_attention(
         KV_HEADS=kv_heads, DIM=dim, PAGE=size, SPLIT=split, LINES=LINES, TILES=TILES,
         FINE=min(fine, scratch.capacity), STAGES=stages or STAGES[dim],
         PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-        OVERLAP=overlap, num_warps=warps or WARPS[dim],
+        OVERLAP=mode(overlap), num_warps=warps or WARPS[dim],
         num_stages=stages or STAGES[dim], **launch_options(overlap),
     )  # fmt: skip
 
@@ -85,7 +85,6 @@ def _page_kernel(
     held: tl.constexpr = SPLIT // PAGE
     head = tl.program_id(0)
     line = tl.arange(0, LINES)
-    dim = tl.arange(0, DIM)
     token, column = line // GROUP, _column(head, line, GROUP, DIM)
     workers = tl.num_programs(1)
     where = (table, row_slot, row_first, row_start, row_count, items, table_stride, items_stride)
@@ -107,39 +106,27 @@ def _page_kernel(
         last = start + tokens - 1
         page = split * held + tl.where(fine, unit % held, 0)  # of the tile's context
         if (tokens > 0) & (page * PAGE <= last):
-            asked = query + ((flat + token) * query_stride + column)[:, None] + dim[None, :]
+            asked = query + ((flat + token) * query_stride + column)[:, None]
+            asked += tl.arange(0, DIM)[None, :]
             stop = tl.minimum(tl.where(fine, page + 1, (split + 1) * held), last // PAGE + 1)
             top, total, acc = _attend(
                 asked, token < tokens, own, ids, start + token, last, page, stop, scale,
                 KV_HEADS, DIM, PAGE, held, LINES, STAGES, PRECISION,
             )  # fmt: skip
-            base = (unit // cut - split) * cut
+            to = out + flat * out_stride
+            origin = ((unit // cut - split) * cut).to(tl.int64) * KV_HEADS + head
+            cell = origin + tl.where(fine, page, split) * KV_HEADS
             cells = tl.where(fine, last // PAGE, last // SPLIT) + 1
             if cells == 1:
-                to = out + ((flat + token) * out_stride + column)[:, None]
-                result = (acc / total[:, None]).to(out.dtype.element_ty)
-                tl.store(to + dim[None, :], result, mask=(token < tokens)[:, None])
-            else:
-                cell = (base + tl.where(fine, page, split)).to(tl.int64) * KV_HEADS + head
-                at = line[:, None] * DIM + dim[None, :]
-                tl.store(
-                    partial + cell * (LINES * DIM) + at, acc, mask=(token < tokens)[:, None]
-                )
-                tl.store(stats + cell * (2 * LINES) + line, top)
-                tl.store(stats + cell * (2 * LINES) + LINES + line, total)
-                origin = base.to(tl.int64) * KV_HEADS + head
-                # One thread's release publishes what all threads stored, once all have stored.
-                tl.debug_barrier()
-                before = tl.atomic_add(arrived + origin, 1, sem="acq_rel")
-                if before == cells - 1:
-                    tl.store(arrived + origin, 0)
-                    to = out + flat * out_stride
-                    if tokens > 1:
-                        _join_all(partial, stats, origin, cells, fine, to, out_stride, head, tokens,
-                                  GROUP, LINES, KV_HEADS, DIM, LINES, held)  # fmt: skip
-                    else:
-                        _join_all(partial, stats, origin, cells, fine, to, out_stride, head, tokens,
-                                  GROUP, ALONE, KV_HEADS, DIM, LINES, held)  # fmt: skip
+                _store(to, acc / total[:, None], out_stride, head, tokens, GROUP, LINES, DIM)
+            elif _last_to_arrive(top, total, acc, partial, stats, arrived, origin, cell, cells,
+                                 token < tokens, DIM, LINES):  # fmt: skip
+                if tokens > 1:
+                    _join_all(partial, stats, origin, cells, fine, to, out_stride, head, tokens,
+                              GROUP, LINES, KV_HEADS, DIM, LINES, held)  # fmt: skip
+                else:
+                    _join_all(partial, stats, origin, cells, fine, to, out_stride, head, tokens,
+                              GROUP, ALONE, KV_HEADS, DIM, LINES, held)  # fmt: skip
     release(OVERLAP)
 
 
@@ -147,6 +134,38 @@ def _page_kernel(
 def _column(head, line, GROUP: tl.constexpr, DIM: tl.constexpr):
     """Where a line's head begins in a token's queries and results."""
     return (head * GROUP + line % GROUP) * DIM
+
+
+@triton.jit
+def _store(
+    to, result, stride, head, tokens,
+    GROUP: tl.constexpr, LIVE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write the first LIVE lines of a tile whose first token's results begin at `to`."""
+    line = tl.arange(0, LIVE)
+    token = line // GROUP
+    at = to + (token * stride + _column(head, line, GROUP, DIM))[:, None]
+    at += tl.arange(0, DIM)[None, :]
+    tl.store(at, result.to(to.dtype.element_ty), mask=(token < tokens)[:, None])
+
+
+@triton.jit
+def _last_to_arrive(
+    top, total, acc, partial, stats, arrived, origin, cell, cells, live,
+    DIM: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Leave a cell for the join; whether all the others of the tile are there."""
+    line = tl.arange(0, LINES)
+    at = line[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(partial + cell * (LINES * DIM) + at, acc, mask=live[:, None])
+    tl.store(stats + cell * (2 * LINES) + line, top)
+    tl.store(stats + cell * (2 * LINES) + LINES + line, total)
+    # One thread's release publishes what all threads stored, once all have stored.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived + origin, 1, sem="acq_rel") == cells - 1
+    if last:
+        tl.store(arrived + origin, 0)
+    return last
 
 
 @triton.jit
@@ -237,11 +256,7 @@ def _join_all(
         result = _joined(partial, stats, origin, cells, LIVE, KV_HEADS, DIM, LINES, HELD)
     else:
         result = _joined(partial, stats, origin, cells, LIVE, KV_HEADS, DIM, LINES, 1)
-    line = tl.arange(0, LIVE)
-    token = line // GROUP
-    at = to + (token * stride + _column(head, line, GROUP, DIM))[:, None]
-    at += tl.arange(0, DIM)[None, :]
-    tl.store(at, result.to(to.dtype.element_ty), mask=(token < tokens)[:, None])
+    _store(to, result, stride, head, tokens, GROUP, LIVE, DIM)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels.launch import enqueue
 from engine.kernels.matmul import Tile, precision
-from engine.kernels.overlap import launch_options, release, wait
+from engine.kernels.overlap import launch_options, mode, release, wait
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -64,6 +64,6 @@ def tma_product(
     enqueue(_tma_product, (triton.cdiv(columns, tile.bn), triton.cdiv(rows, tile.bm)))(
         *described, residual if residual is not None else out, out, rows, columns, depth,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, RESIDUAL=residual is not None, SPECIALIZE=specialize,
-        OVERLAP=overlap, PRECISION=precision(x), num_warps=tile.warps, num_stages=tile.stages,
+        OVERLAP=mode(overlap), PRECISION=precision(x), num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(overlap),
     )  # fmt: skip
