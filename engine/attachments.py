@@ -127,6 +127,7 @@ class Attachments:
         self._asked: dict[str, _Asked] = {}  # every request that some gateway still waits for
         self._attached: list[Attachment] = []  # greeted; the loop's own
         self._posted: deque[tuple[Attachment, Hello | Refused]] = deque()  # reader to loop
+        self._several = False  # there was more than one: outs may be of one that has left
         self._waiting = False  # bytes that some socket has not taken
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._bell, self._ringer = socket.socketpair()  # ends the reader's sleep
@@ -159,11 +160,12 @@ class Attachments:
             attachment, message = self._posted.popleft()
             if isinstance(message, Hello):
                 self._attached.append(attachment)
+                self._several = self._several or len(self._attached) > 1
             self._put(attachment, [message])
 
     def _send(self, replies: list[ToGateway]) -> None:
         attached = self._attached
-        if len(attached) == 1:  # everything is for the only one: nothing is copied
+        if len(attached) == 1 and not self._several:  # all is for the only one: nothing is copied
             self._forget_finished(replies)
             self._put(attached[0], replies)
         else:

@@ -250,6 +250,26 @@ def test_one_that_never_reads_is_cut_off_while_another_is_served():
         assert second.answer("b") == [letter(p) for p in range(5)]
 
 
+class Slow(ScriptedEngine):
+    """Hears of no end: what it computes for a gateway that left goes on coming."""
+
+    def _take(self, message: ToEngine, replies: list[ToGateway]) -> None:
+        if not isinstance(message, Abort):
+            super()._take(message, replies)
+
+
+def test_what_still_comes_for_one_that_left_goes_to_nobody():
+    with board(Slow(step_s=0.005)) as made:
+        first, second = made.attach(), made.attach()
+        first.say(Submit("a", [1], LONG))
+        until(lambda: ("a", 0) in made.engine._running)
+        first.socket.close()
+        until(lambda: len(made.attachments._attached) == 1)
+        second.say(Submit("b", [1], 5))
+        assert second.answer("b") == [letter(p) for p in range(5)]
+        assert ("a", 0) in made.engine._running
+
+
 def test_the_engine_ends_with_the_last_gateway_that_leaves():
     with board() as made:
         first, second = made.attach(), made.attach()
