@@ -106,10 +106,10 @@ class Widest:
         forward = engine.runner.forward
         stage = type(forward).stage
 
-        def staged(rows, places):
+        def staged(rows, *given):
             self.rows = max(self.rows, sum(row.count for row in rows))
             self.steps += 1
-            return stage(forward, rows, places)
+            return stage(forward, rows, *given)
 
         forward.stage = staged
 
