@@ -301,7 +301,7 @@ def gates(inner: int) -> None:
 
 def compile_all(layers: Layers) -> None:
     """All kernels of a row count, side by side; those by descriptors are compiled when they run."""
-    with compiling(os.cpu_count() or 1, torch.device(DEVICE)):
+    with compiling(os.cpu_count() or 1, torch.device(DEVICE, 0)):
         for name in PRODUCTS:
             for _, ways in sets(layers, name):
                 for way in ways:
