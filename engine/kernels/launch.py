@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import Event
 from typing import Any
@@ -137,4 +138,8 @@ def _kind(value: object) -> Hashable:
     """All of an argument that Triton makes another kernel for, and perhaps more."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16
+    if is_dataclass(value):  # a tensor descriptor
+        return type(value), *(_kind(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, list | tuple):
+        return type(value), *map(_kind, value)
     return type(value), value

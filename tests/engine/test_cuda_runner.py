@@ -69,7 +69,8 @@ def make(folder, fused: bool, *, blocks: int = 40, drafts=None, head=None, **set
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "fused", lambda device: fused)
-        patch.setattr(CudaRunner, "warm", lambda *given: None)  # on a card: compile what is used
+        patch.setattr(CudaRunner, "compile", lambda *given: None)  # on a card: what is used
+        patch.setattr(CudaRunner, "warm", lambda *given: None)
         engine = Engine(config, open_checkpoint(str(folder)), drafts=drafts, head=head)
     assert type(engine.runner) is (CudaRunner if fused else Runner)
     return engine

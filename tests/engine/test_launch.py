@@ -16,6 +16,7 @@ if not torch.cuda.is_available():  # other tests of the same run interpret kerne
 triton = pytest.importorskip("triton")
 
 from triton.runtime._async_compile import active_mode  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from engine.kernels import launch  # noqa: E402
 from engine.kernels.launch import compiling, enqueue, library  # noqa: E402
@@ -81,6 +82,16 @@ def test_a_kernel_is_named_once_for_what_triton_tells_apart_and_loaded_by_the_po
     assert all("ThreadPool" in made.loaded_by for made in kernel.made)
     enqueue(kernel, (3,))(x, 1)
     assert [grid for grid, _ in kernel.launched] == [(3,)] and len(kernel.named) == 6
+
+
+def test_tensor_descriptors_are_told_apart_by_what_they_say():
+    kernel, x = Kernel(), torch.zeros(64, 64)
+    with compiling(1, CPU):
+        for _ in range(3):
+            for block in ([16, 16], [16, 32]):
+                enqueue(kernel, (1,))(TensorDescriptor.from_tensor(x, block))
+        enqueue(kernel, (1,))(TensorDescriptor.from_tensor(x.bfloat16(), [16, 16]))
+    assert len(kernel.named) == 3
 
 
 def test_what_cannot_be_compiled_or_loaded_does_not_stop_the_others():
