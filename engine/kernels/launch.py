@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.processes import Task, Workers, described
+from engine.kernels.processes import Task, Workers, described, own_process
 
 MOST_WORKERS = 8  # processes that compile: each imports torch, for seconds,
 ENOUGH = 6  # so that many kernels must be missing in Triton's cache before it is worth it
@@ -75,7 +75,7 @@ def compiling(
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of a pool's thread: where its kernels are loaded
 
-    workers = Workers(min(MOST_WORKERS, threads // 2))
+    workers = Workers(min(MOST_WORKERS, threads // 2) if own_process() else 0)
     with (
         closing(workers),
         ThreadPoolExecutor(threads, initializer=begin) as pool,

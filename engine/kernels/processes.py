@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from importlib import import_module
@@ -52,6 +53,15 @@ def described(compile: Callable[..., Any], order: list[tuple[str, str]]) -> Task
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):
         return None
+
+
+def own_process() -> bool:
+    """Whether this is an engine's own process: workers import its main module, and may do so.
+
+    A program that uses the library is somebody else's: imported again, it would run again.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec is not None and spec.name == "engine.server"
 
 
 class Workers:

@@ -138,6 +138,7 @@ def test_enough_kernels_that_were_not_cached_start_processes_which_get_the_rest(
     made: list[Played] = []
     monkeypatch.setattr(launch, "Workers", lambda count: made.append(Played(count)) or made[-1])
     monkeypatch.setattr(launch, "described", lambda compile, order: "task")
+    monkeypatch.setattr(launch, "own_process", lambda: True)
     heard: list[bool] = []
     told = triton.knobs.compilation
 
@@ -146,7 +147,7 @@ def test_enough_kernels_that_were_not_cached_start_processes_which_get_the_rest(
 
     monkeypatch.setattr(told, "listener", listener)
     kernels = [Kernel() for _ in range(5)]
-    with compiling(1, CPU):
+    with compiling(2, CPU):
         enqueue(kernels[0], (1,))(1)
         while not kernels[0].made:
             time.sleep(0.01)
@@ -156,7 +157,11 @@ def test_enough_kernels_that_were_not_cached_start_processes_which_get_the_rest(
         told.listener(cache_hit=False)
         for kernel in kernels[1:]:
             enqueue(kernel, (1,))(1)
-    assert made[0].tasks == ["task"] * 4 and made[0].closed
+    assert made[0].tasks == ["task"] * 4 and made[0].closed and made[0].count == 1
+    monkeypatch.setattr(launch, "own_process", lambda: False)
+    with compiling(2, CPU):
+        pass
+    assert made[1].count == 0  # none in somebody else's program
     assert all(kernel.finished for kernel in kernels)  # also the one whose worker hung
     assert heard == [True, True, *[False] * launch.ENOUGH] and told.listener is listener
 

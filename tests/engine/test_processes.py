@@ -15,7 +15,7 @@ if not torch.cuda.is_available():  # other tests of the same run interpret kerne
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from engine.kernels.processes import Task, Workers, described
+from engine.kernels.processes import Task, Workers, described, own_process
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -76,6 +76,17 @@ def test_a_closure_that_is_not_as_we_know_it_is_left_to_its_owner():
     assert described(lambda: None, order) is None
     assert described(lambda: src, order) is None
     assert not order
+
+
+def test_only_the_main_module_of_an_engine_is_imported_by_workers(monkeypatch):
+    """A user's script without a guard would start another engine in each worker."""
+    assert not own_process()
+    main = sys.modules["__main__"]
+    for name, ours in (("engine.server", True), ("slipstream", False), ("script", False)):
+        monkeypatch.setattr(main, "__spec__", SimpleNamespace(name=name), raising=False)
+        assert own_process() is ours
+    monkeypatch.setattr(main, "__spec__", None)
+    assert not own_process()
 
 
 def test_no_process_is_started_where_there_are_no_cores_for_it():
