@@ -243,6 +243,45 @@ def test_drafts_that_the_device_makes_change_no_bit():
     engine.close()
 
 
+# ---- breaking one thing must be noticed ----------------------------------------------------------
+
+
+def broken(rig: Rig, monkeypatch, what: str) -> None:
+    """Let steps with drafts settle something wrong: a column of their integers, or the masks."""
+    settling = rig.engine.runner.settling
+    prepare, supply = settling.prepare, settling.supply
+
+    def prepared(rows, *given):
+        draw = prepare(rows, *given)
+        if what != "masks" and any(row.draft for row in rows):
+            column = settling._buckets[draw.size].hosts[draw.staged][what][: draw.count]
+            column[1:] = 0 if what == "offset" else column[:-1].copy()
+        return draw
+
+    def supplied(draw, masks, *given):
+        supply(draw, masks.roll(1, 0) if what == "masks" else masks, *given)
+
+    monkeypatch.setattr(settling, "prepare", prepared)
+    monkeypatch.setattr(settling, "supply", supplied)
+
+
+@pytest.mark.parametrize("what", ["", "position", "picked", "slot", "offset", "masks"])
+def test_a_wrong_noise_key_row_slot_history_or_mask_is_noticed(smol, monkeypatch, what):
+    """All tests above compare bits: they would see it.  With nothing broken nothing differs."""
+    plain = [replace(ask, sampling=replace(SHAPED[i % 2], seed=i), n=1, grammar=None)
+             for i, ask in enumerate(shaped(smol, 10))]
+    asks = [replace(ask, id=f"b{i}") for i, ask in enumerate(plain)]
+    if what == "masks":
+        asks = [replace(ask, id=f"m{i}", grammar=GRAMMARS["json"]) for i, ask in enumerate(asks)]
+    wanted = smol.alone(*asks)
+    known = {key: [token for token, _ in text] for key, text in wanted.items()}
+    if what:
+        broken(smol, monkeypatch, what)
+    with smol.using(drafts=OracleDrafts(known, 2), max_drafts=8) as engine:
+        run = Run(engine).put(*asks).drain()
+    assert (run.tokens == known) == (what == "")
+
+
 # ---- counted -------------------------------------------------------------------------------------
 
 
