@@ -195,7 +195,7 @@ def test_an_error_on_the_way_ends_its_own_stream_with_a_typed_error(played, monk
     batch = ChatFrames.batch
 
     def breaking(self, said):
-        if said[0].events == [Text("!")]:
+        if said[0].events == [Text("é")]:
             raise ValueError("a secret")
         return batch(self, said)
 
@@ -204,7 +204,7 @@ def test_an_error_on_the_way_ends_its_own_stream_with_a_typed_error(played, monk
     bad, good = played.ids
     for id in played.ids:
         played.first(id)
-    played.give_step(out(bad, "!"), out(good, "a"))
+    played.give_step(out(bad, "é"), out(good, "a"))
     until(lambda: bad not in played.link.boxes._open)
     assert played.link.closed == [bad]
     played.give_step(out(bad, "b"), out(good, "b", "length"))
