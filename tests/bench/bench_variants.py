@@ -31,10 +31,10 @@ from engine.kernels.launch import compiling
 from engine.kernels.matmul import NORMED, Tile, gate, product
 from engine.kernels.norm import norm, warps
 from engine.kernels.overlap import EAGER, LATE
-from engine.kernels.page_attention import page_attention
 from engine.kernels.project import project
-from engine.kernels.tma_product import tma_product
 from tests.bench.bench_attention import LLAMA, SMOL, Model, Work
+from tests.bench.candidates.page_attention import page_attention
+from tests.bench.candidates.tma_product import tma_product
 
 DEVICE = "cuda"
 EPS = 1e-5

@@ -11,7 +11,7 @@ import torch
 from engine.kernels.attention_plan import LINES
 from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.overlap import EAGER, OVERLAPS
-from engine.kernels.page_attention import page_attention
+from tests.bench.candidates.page_attention import page_attention
 from tests.engine.test_attention_kernels import (  # noqa: F401
     DEVICE,
     HALF,

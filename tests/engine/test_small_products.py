@@ -19,7 +19,7 @@ from engine.kernels.matmul import NORMED, Tile, product  # noqa: E402
 from engine.kernels.norm import norm, warps  # noqa: E402
 from engine.kernels.overlap import EAGER, OVERLAPS  # noqa: E402
 from engine.kernels.project import project  # noqa: E402
-from engine.kernels.tma_product import tma_product  # noqa: E402
+from tests.bench.candidates.tma_product import tma_product  # noqa: E402
 from tests.engine.test_attention_kernels import HALF, TYPES, lines_apart  # noqa: E402, F401
 from tests.engine.test_product_kernels import (  # noqa: E402
     Noise,
