@@ -26,6 +26,8 @@ class Masks:
 
     def __init__(self, vocab: int, rows: int, threads: int = 1) -> None:
         """`rows` is the most that one step can need; one thread is best below about 128 rows."""
+        self._vocab = vocab
+        self._pad = vocab - 1  # the last rows of a head often are no token: hardly ever legal
         words = (vocab + 31) // 32
         self._open = np.full(words, -1, dtype=np.int32)  # every token of the vocabulary
         if vocab % 32:
@@ -48,33 +50,54 @@ class Masks:
             self._rows[span] = self._open
         self._used.clear()
         self.legal.clear()
-        drafted: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
-        plain: list[tuple[llguidance.LLMatcher, int]] = []
         fresh: list[Request] = []
         for row, state, drafts in requests:
             span = slice(row, row + len(drafts) + 1)
             assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
             self._rows[span] = 0
             self._used.append(span)
-            legal = state.valid_prefix(drafts)
+            legal = state.valid_prefix(drafts) if drafts else 0
             self.legal.append(legal)
-            if self._recall(row, state, drafts[:legal]):
-                continue
-            fresh.append((row, state, drafts[:legal]))
-            if legal:
-                drafted.append((state.matcher, row, list(drafts[:legal])))
-            else:
-                plain.append((state.matcher, row))
-        # llguidance sets the stop ids of a row exactly when that row's state is accepting, also
-        # when the grammar is closed there.  Its draft call refuses empty drafts: hence two calls.
-        if drafted:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, self._rows)
-        if plain:
-            fill_next_token_bitmask_par(self._executor, plain, self._rows)
+            if not self._recall(row, state, drafts[:legal]):
+                fresh.append((row, state, drafts[:legal]))
+        self._compute(fresh)
         self._close_broken(requests)
         for row, state, drafts in fresh:
             self._remember(row, state, drafts)
         return self._tensor if rows is None else self._tensor[:rows]
+
+    def _compute(self, fresh: Sequence[Request]) -> None:
+        """Compute all rows of these requests, whose drafts are legal, in one native call.
+
+        llguidance sets the stop ids of a row exactly when that row's state is accepting, also when
+        the grammar is closed there.
+        """
+        if any(drafts for _, _, drafts in fresh):
+            # This call refuses empty drafts, and stops at an illegal one: it has then written the
+            # row before that and nothing behind, where the next request's rows may lie.
+            padded: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+            for row, state, drafts in fresh:
+                if tokens := list(drafts) or self._refused(state):
+                    padded.append((state.matcher, row, tokens))
+                else:
+                    self._rows[row] = self._open  # every token was found to be legal
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, padded, self._rows)
+        elif fresh:  # with pads, such a step would take up to a third longer
+            plain = [(state.matcher, row) for row, state, _ in fresh]
+            fill_next_token_bitmask_par(self._executor, plain, self._rows)
+
+    def _refused(self, state: State) -> list[int]:
+        """One token of the vocabulary that is illegal here, or none where all are legal.
+
+        The matcher itself is asked, as a grammar may name any special token.  That changes nothing
+        in it, and neither does the refused draft (an id outside the vocabulary would break it).
+        What was found last is tried first, so that one question mostly is enough.
+        """
+        for _ in range(self._vocab):
+            if not state.matcher.validate_tokens([self._pad]):
+                return [self._pad]
+            self._pad = (self._pad + 1) % self._vocab
+        return []
 
     def _close_broken(self, requests: Sequence[Request]) -> None:
         """Zero the rows of matchers that hit a limit: llguidance allows a stop id in them."""

@@ -1,0 +1,213 @@
+"""Masks of whole steps: one native call, which touches no row and no state but its own.  No GPU."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from llguidance.numpy import fill_next_token_bitmask
+from numpy.typing import NDArray
+
+import engine.grammar.masks
+from engine.grammar.masks import Masks, Request
+from engine.grammar.matcher import Compiler, State
+from engine.messages import Grammar
+from tests.engine.test_matcher import AB, AB_TEXT, AUTO, of_schema
+from tests.schemas import merged_tokenizer_json
+from tests.scripted import EOS, byte_tokenizer_json
+
+# llguidance gives the ids of the last three to the special tokens.
+WORDS = ['{"', '":', '"}', "<tool", "_call>", "say", "true", "ab", "q1", "q2", "q3"]
+CALL = b'say ab <tool_call>\n{"a": 12}'
+NATIVE = ("fill_next_token_bitmask_par", "fill_next_token_bitmask_par_with_draft_tokens")
+
+Rows = NDArray[np.int32]
+
+
+class Twins:
+    """A sequence as the engine keeps it, and a copy that no step's masks ever saw."""
+
+    def __init__(self, start: Callable[[], State], tokens: Sequence[int]) -> None:
+        self.start = start
+        self.tokens = tokens
+        self.restart()
+
+    def restart(self) -> None:
+        self.ours, self.apart = self.start(), self.start()
+
+    def drafts(self, rng: random.Random, vocab: int) -> list[int]:
+        """What may come next: none, right, spoilt somewhere, ended, or wrong at once."""
+        at = self.ours.steps
+        drafts = list(self.tokens[at : at + rng.randrange(5)])
+        kind = rng.choice(["none", "none", "right", "right", "spoilt", "ended", "wrong"])
+        if kind == "none":
+            return []
+        if kind == "spoilt" and drafts:
+            drafts[rng.randrange(len(drafts))] = rng.randrange(vocab)
+        if kind == "ended":
+            drafts += [EOS, EOS]
+        if kind == "wrong":
+            drafts = [rng.choice([EOS, vocab, -1, 0xFF, vocab - 1]), *drafts]
+        return drafts
+
+    def advance(self, rng: random.Random, drafts: Sequence[int], legal: int) -> None:
+        """Go on by what was drafted, by what the text says, or back; or begin again at its end."""
+        taken = list(drafts[: rng.randrange(legal + 1)])
+        at = self.ours.steps
+        if taken != list(self.tokens[at : at + len(taken)]):
+            taken = []  # legal but not of the text: drafts could not follow it
+        if not taken and rng.random() < 0.5:
+            taken = list(self.tokens[at : at + 2])
+        assert self.ours.accept_all(taken) == self.apart.accept_all(taken) == len(taken)
+        if rng.random() < 0.2:
+            back = rng.randrange(self.ours.steps + 1)
+            self.ours.rollback(back)
+            self.apart.rollback(back)
+        if self.ours.finished and rng.random() < 0.3:
+            self.restart()
+
+
+def stands(state: State) -> tuple[object, ...]:
+    """All that can be asked of a state, without changing it."""
+    state = state.clone()
+    flags = state.steps, state.finished, state.accepting, state.broken
+    return *flags, state.forced(), state.prose_keys([])
+
+
+def opened(vocab: int, rows: int) -> Rows:
+    flags = np.zeros((rows, (vocab + 31) // 32 * 32), dtype=np.uint8)
+    flags[:, :vocab] = 1
+    return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+
+
+def one_by_one(requests: Sequence[Request], vocab: int, rows: int) -> tuple[Rows, list[int]]:
+    """The masks of a step by llguidance's plain call alone, a row at a time; and what is legal."""
+    masks, counts = opened(vocab, rows), []
+    for row, state, drafts in requests:
+        masks[row : row + len(drafts) + 1] = 0
+        legal = state.clone().accept_all(drafts)
+        ahead = state.clone()
+        for i in range(legal + 1):
+            fill_next_token_bitmask(ahead.matcher, masks, row + i)
+            assert i == legal or ahead.accept(drafts[i])
+        counts.append(legal)
+    return masks, counts
+
+
+def grammars(vocab: int) -> list[tuple[Grammar, bytes]]:
+    return [
+        (AB, AB_TEXT),
+        (Grammar(AUTO), CALL),
+        (Grammar(AUTO, "", "<tool_call>"), CALL),
+        (Grammar(f'start: ("say" | " " | "ab" | <[257]> | <[{vocab - 1}]>)+ "."'), b"say ab."),
+    ]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("unused", [0, 5])
+def test_the_masks_of_mixed_steps_are_those_of_each_request_alone(
+    unused: int, threads: int
+) -> None:
+    text, size = merged_tokenizer_json(WORDS)
+    vocab, rng = size + unused, random.Random(unused + threads)
+    compiler = Compiler(text, vocab, [EOS])
+    cut = compiler.vocabulary.tokenizer.tokenize_bytes
+    twins = [
+        Twins(compiler.compile(grammar).start, cut(text))
+        for grammar, text in grammars(vocab)
+        for _ in range(4)
+    ]
+    masks, mixed, closed = Masks(vocab, 160, threads), 0, 0
+    for _ in range(150):
+        chosen = rng.sample(twins, rng.randrange(1, len(twins) + 1))
+        drafts = [twin.drafts(rng, vocab) for twin in chosen]
+        at, firsts = rng.randrange(2), []
+        for draft in drafts:  # mostly with no row between them
+            firsts.append(at)
+            at += len(draft) + 1 + rng.choice([0, 0, 0, 1])
+        order = rng.sample(range(len(chosen)), len(chosen))
+        ours: list[Request] = [(firsts[i], chosen[i].ours, drafts[i]) for i in order]
+        apart: list[Request] = [(firsts[i], chosen[i].apart, drafts[i]) for i in order]
+        got = masks.fill(ours, rows=at).numpy()
+        wanted, legal = one_by_one(apart, vocab, at)
+        assert (got == wanted).all(), (drafts, np.flatnonzero((got != wanted).any(axis=1)))
+        assert masks.legal == legal
+        for i, count in zip(order, legal, strict=True):
+            assert stands(chosen[i].ours) == stands(chosen[i].apart)
+            closed += chosen[i].ours.finished
+            chosen[i].advance(rng, drafts[i], count)
+        mixed += any(legal) and not all(legal)
+    assert mixed > 100 and closed > 20
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The native calls that were made, by name."""
+    made: list[str] = []
+
+    def counted(name: str) -> Callable[..., None]:
+        native = getattr(engine.grammar.masks, name)
+
+        def call(*arguments: object) -> None:
+            made.append(name)
+            native(*arguments)
+
+        return call
+
+    for name in NATIVE:
+        monkeypatch.setattr(engine.grammar.masks, name, counted(name))
+    return made
+
+
+def test_a_step_makes_one_native_call_and_none_when_all_is_known(calls: list[str]) -> None:
+    vocab = 259
+    compiler, masks = Compiler(byte_tokenizer_json(), vocab, [EOS]), Masks(vocab, 32)
+    start, prose = compiler.compile(AB).start, Grammar(AUTO, "", "<tool_call>")
+    right, wrong, done = list(AB_TEXT[:3]), [ord("x"), EOS], start()
+    done.accept_all(AB_TEXT)
+    plain, drafted = NATIVE
+    steps: list[tuple[list[Request], list[str]]] = [
+        ([(0, start(), right), (4, start(), []), (5, start(), wrong), (8, done, [])], [drafted]),
+        ([(0, start(), []), (1, start(), wrong), (4, done, [])], [plain]),
+        ([(0, start(), right), (4, start(), right)], [drafted]),
+        ([(0, compiler.compile(prose).start(), [97, 98])], [drafted]),
+        ([(0, compiler.compile(prose).start(), [97, 98])], []),
+        ([(0, compiler.compile(prose).start(), [97]), (2, done, [])], [plain]),
+        ([], []),
+    ]
+    for requests, made in steps:
+        calls.clear()
+        masks.fill(requests)
+        assert calls == made
+
+
+def test_a_broken_matcher_closes_its_own_rows_only(calls: list[str]) -> None:
+    vocab = 259
+    compiler, masks = Compiler(byte_tokenizer_json(), vocab, [EOS]), Masks(vocab, 16)
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2_000)}}
+    broken = compiler.compile(Grammar('start: "a" ' + of_schema(wide).lark[len("start: ") :]))
+    state, start = broken.start(), compiler.compile(AB).start
+    around: list[Request] = [(0, start(), []), (5, start(), []), (6, start(), list(AB_TEXT[:2]))]
+    wanted, legal = one_by_one(around, vocab, 9)
+    wanted[1:5] = 0
+    for drafts in (list(b'a{"'), [ord("a"), 0, 0], [0, 0, 0]):  # whole only the first time
+        calls.clear()
+        got = masks.fill([(1, state, drafts), *around], rows=9).numpy()
+        assert state.broken and (got == wanted).all()
+        assert masks.legal == [0, *legal] and calls == [NATIVE[1]]
+
+
+def test_a_state_in_which_every_token_is_legal_is_open_beside_drafts(calls: list[str]) -> None:
+    """The smallest vocabulary: no token is left that such a state refuses."""
+    parsed = json.loads(byte_tokenizer_json())
+    parsed["model"]["vocab"] = {"a": 0, "b": 1}
+    parsed["added_tokens"] = [{**parsed["added_tokens"][0], "id": 2}]
+    compiled = Compiler(json.dumps(parsed), 3, [2]).compile(Grammar("start: /[ab]*/"))
+    state, masks = compiled.start(), Masks(3, 8)
+    rows = masks.fill([(0, compiled.start(), [0, 1]), (3, state, []), (4, compiled.start(), [2])])
+    assert rows.flatten().tolist() == [7, 7, 7, 7, 7, 0, 7, 7]
+    assert calls == [NATIVE[1]] and masks.legal == [2, 0, 0]
+    assert state.accepting and not state.finished and state.accept(1)
