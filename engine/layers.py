@@ -13,6 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from engine.checkpoint import ModelConfig
 
+Norm = tuple[Tensor, float]  # gain [hidden] and epsilon of an RMSNorm (Zhang and Sennrich, 2019)
+
 
 class Linear:
     """x [N, in] -> x W^T + b [N, out], with the weight laid out as the device's kernels want it.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import Linear, rotate
+from engine.layers import Linear, Norm, rotate
 
 if TYPE_CHECKING:
     from engine.attention import Attention
@@ -26,17 +26,17 @@ class Ops(Protocol):
     def embed(self, table: Tensor) -> Tensor:
         """[N, hidden]: the rows of `table` [vocab, hidden] that the step's tokens name."""
 
-    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """RMSNorm (Zhang and Sennrich, 2019) of each row of `x` [N, hidden]."""
+    def attend(self, layer: int, x: Tensor, norm: Norm, qkv: Linear) -> Tensor:
+        """Norm `x` [N, hidden], project, rotate, write the layer's KV and attend.
 
-    def attend(self, layer: int, x: Tensor, qkv: Linear) -> Tensor:
-        """Project, rotate, write the layer's KV and attend: [N, heads * head_dim]."""
+        Gives [N, heads * head_dim].
+        """
 
     def add(self, x: Tensor, inner: Tensor, linear: Linear) -> Tensor:
         """x + linear(inner); may overwrite `x`."""
 
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
-        """silu(gate) * up [N, intermediate] of the joined projection (`join_gate`)."""
+    def gated(self, x: Tensor, norm: Norm, gate_up: Linear) -> Tensor:
+        """silu(gate) * up [N, intermediate] of normed `x`, by a joined projection (`join_gate`)."""
 
     def keep(self, x: Tensor) -> Tensor:
         """`x` as it is now, for whoever reads it behind the last layer."""
@@ -63,16 +63,12 @@ class TorchOps:
         """See Ops."""
         return F.embedding(self._batch.tokens, table)
 
-    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """See Ops."""
-        return F.rms_norm(x, x.shape[-1:], gain, eps)
-
-    def attend(self, layer: int, x: Tensor, qkv: Linear) -> Tensor:
+    def attend(self, layer: int, x: Tensor, norm: Norm, qkv: Linear) -> Tensor:
         """See Ops."""
         heads, kv_heads = self._config.heads, self._config.kv_heads
         dim = self._config.head_dim
         rotated = (heads + kv_heads) * dim
-        both = qkv(x)
+        both = qkv(F.rms_norm(x, x.shape[-1:], *norm))
         turned = rotate(both[:, :rotated].view(-1, heads + kv_heads, dim), self._cos, self._sin)
         values = both[:, rotated:].view(-1, kv_heads, dim)
         return self._attention.run(turned[:, :heads], turned[:, heads:], values, self._pages[layer])
@@ -81,9 +77,9 @@ class TorchOps:
         """See Ops."""
         return x + linear(inner)
 
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+    def gated(self, x: Tensor, norm: Norm, gate_up: Linear) -> Tensor:
         """See Ops."""
-        gate, up = gate_up(x).chunk(2, dim=-1)
+        gate, up = gate_up(F.rms_norm(x, x.shape[-1:], *norm)).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def keep(self, x: Tensor) -> Tensor:

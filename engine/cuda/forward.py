@@ -235,3 +235,12 @@ def noted(picks: Picks, model: Model, head_dim: int, dtype: torch.dtype) -> None
         picks.note("layer", layer.gate_up, "gate", dtype)
         picks.note("layer", layer.down, "add", dtype)
     picks.note("head", model.head, "store", torch.float32)
+
+
+def layer_bytes(model: Model) -> int:
+    """Bytes of weights that a layer's products read; of the largest layer."""
+    return max(
+        sum(one.weight.nbytes for one in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            if one.weight is not None)
+        for layer in model.layers
+    )  # fmt: skip

@@ -20,11 +20,11 @@ from engine.kernels.chunk_attention import chunk_attention
 from engine.kernels.decode_attention import DecodeScratch, decode_attention
 from engine.kernels.embed import embed
 from engine.kernels.launch import library
-from engine.kernels.norm import norm
-from engine.kernels.overlap import OVERLAPS
+from engine.kernels.norm import norm as rms_norm
+from engine.kernels.overlap import OFF
 from engine.kernels.project import project
 from engine.kernels.rope import rotate_and_store
-from engine.layers import Linear, rotary_frequencies
+from engine.layers import Linear, Norm, rotary_frequencies
 
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
@@ -49,18 +49,20 @@ class _Turn:
 
     cos: Tensor  # [max_len, head_dim / 2] float32
     sin: Tensor
-    overlap: bool
+    overlap: int
 
     def run(
         self, pick: Pick, x: Tensor, weight: Tensor, bias: Tensor | None, both: Tensor,
-        pages: Tensor, positions: Tensor, kv: Tensor,
+        pages: Tensor, positions: Tensor, kv: Tensor, normed: Norm | None,
     ) -> None:  # fmt: skip
         """See kernels/project.py; `pages` are one layer's."""
         turn = (pages, positions, kv, self.cos, self.sin)
         if pick is not None:
-            project(x, weight, both, *turn, pick, bias=bias, overlap=self.overlap)
+            gain, eps = normed or (None, 0.0)
+            project(x, weight, both, *turn, pick, bias=bias, gain=gain, eps=eps,
+                    overlap=self.overlap)  # fmt: skip
             return
-        assert bias is None, "picks keep cuBLAS away from biases"
+        assert bias is None and normed is None, "picks keep cuBLAS away from biases and norms"
         library(x, weight, both)
         rotate_and_store(both, *turn, pairs="neighbours", overlap=self.overlap)
 
@@ -79,10 +81,10 @@ class _Trial:
     positions: Tensor  # [most] int32
     slots: Tensor  # [most] int32
 
-    def run(self, pick: Pick, x: Tensor, weight: Tensor, both: Tensor) -> None:
+    def run(self, pick: Pick, x: Tensor, weight: Tensor, both: Tensor, normed: Norm | None) -> None:
         """For `Picks.turn`."""
         positions, slots = self.positions[: x.shape[0]], self.slots[: x.shape[0]]
-        self.turn.run(pick, x, weight, None, both, self.pages, positions, slots)
+        self.turn.run(pick, x, weight, None, both, self.pages, positions, slots, normed)
 
 
 class KernelOps:
@@ -95,7 +97,7 @@ class KernelOps:
         """`pages` [layers, blocks + 1, 2, size, kv_heads, head_dim]; `most` tokens a step."""
         self._shape, self._pages, self._last, self._picks = shape, pages, last, picks
         self._scratch, self._split, self._workers = scratch, split, workers
-        self._overlap = OVERLAPS and pages.is_cuda
+        self._overlap = picks.overlap if pages.is_cuda else OFF
         self._scale = 1 / math.sqrt(shape.head_dim)
         device, dtype = pages.device, pages.dtype
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
@@ -104,7 +106,7 @@ class KernelOps:
             return torch.zeros(most, width, dtype=dtype, device=device)
 
         self.x = rows(shape.hidden)
-        self._normed = rows(shape.hidden)
+        self._room = rows(shape.hidden)  # of normed rows
         self._qkv = rows((heads + 2 * kv_heads) * dim)
         self._mixed = rows(heads * dim)
         self._both = rows(2 * shape.intermediate)
@@ -137,19 +139,22 @@ class KernelOps:
         embed(step.tokens, step.origin, self._last, table, out, overlap=self._overlap)
         return out
 
-    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """See Ops."""
-        out = self._normed[: self._count]
-        norm(x, gain, out, eps, overlap=self._overlap)
-        return out
+    def _normed_by(self, x: Tensor, norm: Norm) -> tuple[Tensor, Norm | None]:
+        """Rows for a product that reads normed ones, and the norm if it is left to the product."""
+        if self._picks.norms(self._count):
+            return x, norm
+        out = self._room[: self._count]
+        rms_norm(x, norm[0], out, norm[1], overlap=self._overlap)
+        return out, None
 
-    def attend(self, layer: int, x: Tensor, qkv: Linear) -> Tensor:
+    def attend(self, layer: int, x: Tensor, norm: Norm, qkv: Linear) -> Tensor:
         """See Ops."""
         step, count, pages = self._step, self._count, self._pages[layer]
         both, out = self._qkv[:count], self._mixed[:count]
+        x, rest = self._normed_by(x, norm)
         pick = self._picks.pick(qkv, f"turn{self._shape.head_dim}", count, both.dtype)
         assert qkv.weight is not None, "a packed weight cannot run here"
-        self._turn.run(pick, x, qkv.weight, qkv.bias, both, pages, step.positions, step.kv)
+        self._turn.run(pick, x, qkv.weight, qkv.bias, both, pages, step.positions, step.kv, rest)
         decode_attention(
             both, pages, out, step.attention, self._scratch, scale=self._scale,
             split=self._split, workers=min(self._workers, EACH * (count + 1)),
@@ -167,10 +172,11 @@ class KernelOps:
         self._picks.run(inner, linear, x, residual=x)
         return x
 
-    def gated(self, x: Tensor, gate_up: Linear) -> Tensor:
+    def gated(self, x: Tensor, norm: Norm, gate_up: Linear) -> Tensor:
         """See Ops; the projection's rows take turns (`join_gate`)."""
         out = self._inner[: self._count]
-        self._picks.run(x, gate_up, out, both=self._both[: self._count])
+        x, rest = self._normed_by(x, norm)
+        self._picks.run(x, gate_up, out, both=self._both[: self._count], norm=rest)
         return out
 
     def keep(self, x: Tensor) -> Tensor:

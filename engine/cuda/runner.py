@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from engine.cuda.events import stream
-from engine.cuda.forward import Forward, Limits, noted
+from engine.cuda.forward import Forward, Limits, layer_bytes, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.laps import Lap, Laps
 from engine.cuda.ops import KernelOps
-from engine.cuda.picks import Picks, store_path
+from engine.cuda.picks import Picks, overlapping, store_path
 from engine.cuda.plain import plain
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
@@ -116,7 +116,7 @@ class CudaRunner:
         items = max(row, min(SCRATCH // each, most.rows * tiles * splits))
         copies = self.depth + 2
         limits = Limits(most.tokens, most.rows, most.max_len, pages.size, split, items, copies)
-        picks = Picks(device, store_path())
+        picks = Picks(device, store_path(), overlapping(layer_bytes(self.model)))
         noted(picks, self.model, shape.head_dim, dtype)
         self.picks = picks
         width = -(-(most.max_len + self.lookahead) // pages.size)

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.decode_attention import LOG2_E
 from engine.kernels.launch import enqueue
-from engine.kernels.overlap import launch_options, mode, release, wait
+from engine.kernels.overlap import launch_options, release, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def chunk_attention(
         TILE=shape.tile, GROUP=heads // kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size,
         PAGES=shape.pages, STAGES=shape.stages,
         PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-        OVERLAP=mode(overlap), num_warps=shape.warps, num_stages=shape.stages,
+        OVERLAP=int(overlap), num_warps=shape.warps, num_stages=shape.stages,
         **launch_options(overlap),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import LINES, TILES, short_tile
 from engine.kernels.launch import enqueue
-from engine.kernels.overlap import launch_options, mode, release, wait
+from engine.kernels.overlap import launch_options, release, wait
 
 LOG2_E = 1.4426950408889634
 # Pages in flight a program, and warps, by head dimension.
@@ -115,7 +115,7 @@ def decode_attention(
         TILE=short_tile(group), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE=size, SPLIT=split,
         LINES=LINES, TILES=TILES, STAGES=stages or STAGES[dim],
         PRECISION="ieee" if pages.dtype == torch.float32 else "tf32",
-        OVERLAP=mode(overlap), AT_ONCE=AT_ONCE[dim], num_warps=warps or WARPS[dim],
+        OVERLAP=int(overlap), AT_ONCE=AT_ONCE[dim], num_warps=warps or WARPS[dim],
         num_stages=stages or STAGES[dim], **launch_options(overlap),
     )  # fmt: skip
 

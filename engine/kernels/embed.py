@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.launch import enqueue
-from engine.kernels.overlap import launch_options, mode, release, wait
+from engine.kernels.overlap import launch_options, release, wait
 
 UPDATES = 256  # table entries written at a time
 
@@ -53,7 +53,7 @@ def embed(
     count, width = out.shape
     enqueue(_embed, (count,))(
         tokens, origin, last, weights, out, width,
-        BLOCK=triton.next_power_of_2(width), OVERLAP=mode(overlap),
+        BLOCK=triton.next_power_of_2(width), OVERLAP=int(overlap),
         num_warps=4 if width <= 2048 else 8, **launch_options(overlap),
     )  # fmt: skip
 

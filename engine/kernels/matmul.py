@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.kernels.launch import enqueue
 from engine.kernels.norm import scale_of, warps
-from engine.kernels.overlap import launch_options, mode, release, wait
+from engine.kernels.overlap import launch_options, release, wait
 
 STORE, RESIDUAL, SWIGLU = 0, 1, 2  # what happens to a tile before it is stored
 NORMED = 4  # rows that a product can norm itself: every program does it anew
@@ -190,7 +190,7 @@ def _product(
     if EPILOGUE == 1:
         if OVERLAP != 2:
             before = tl.load(residual + at, mask=live & there, other=0.0)
-        acc += before.to(tl.float32)
+        acc = acc.to(kind).to(tl.float32) + before.to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=live & there)
 
 
@@ -209,8 +209,9 @@ def product(
 ) -> None:
     """Write `x` [M, K] times the rows of `w` [N, K] to `out`: [M, N], or [M, N / 2] with `swiglu`.
 
-    `bias` [N] is added to the product, then `residual` [M, N] (which may be `out`); `swiglu` takes
-    rows 2i of w as gate and 2i + 1 as up: out = silu(gate) * up.  All contiguous; `out` may be of
+    `bias` [N] is added to the product; `residual` [M, N] (which may be `out`) to what that is in
+    x's type, as cuBLAS does; `swiglu` takes rows 2i of w as gate and 2i + 1 as up:
+    out = silu(gate) * up.  All contiguous; `out` may be of
     a wider type than the rest.  With `gain` [K], x is normed on the way as by kernels/norm.py, with
     the same bits; then M is at most NORMED and the tile has that kernel's warps.  `overlap`: see
     kernels/overlap.py.
@@ -227,7 +228,7 @@ def product(
         residual if residual is not None else out, out, rows, columns, depth, eps,
         BM=tile.bm, BN=tile.bn, BK=tile.bk, AHEAD=tile.ahead, TAIL=tile.tail, EPILOGUE=epilogue,
         NORM=normed(gain, tile, rows, depth), WIDTH=triton.next_power_of_2(depth),
-        BIAS=bias is not None, STEPS=tile.steps(depth), OVERLAP=mode(overlap),
+        BIAS=bias is not None, STEPS=tile.steps(depth), OVERLAP=int(overlap),
         PRECISION=precision(x), num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(overlap),
     )  # fmt: skip
@@ -269,6 +270,6 @@ def gate(both: Tensor, out: Tensor, *, overlap: int = 0) -> None:
     assert both.shape == (rows, 2 * columns), f"both {both.shape}, out {out.shape}"
     block = 1024
     enqueue(_gate, (rows, triton.cdiv(columns, block)))(
-        both, out, columns, BLOCK=block, OVERLAP=mode(overlap), num_warps=4,
+        both, out, columns, BLOCK=block, OVERLAP=int(overlap), num_warps=4,
         **launch_options(overlap),
     )  # fmt: skip

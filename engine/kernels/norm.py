@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.launch import enqueue
-from engine.kernels.overlap import launch_options, mode, release, wait
+from engine.kernels.overlap import launch_options, release, wait
 
 
 @triton.jit
@@ -63,6 +63,6 @@ def norm(
     rows, width = out.shape
     enqueue(_norm, (rows,))(
         x, picked if picked is not None else x, gain, out, width, eps,
-        PICKED=picked is not None, BLOCK=triton.next_power_of_2(width), OVERLAP=mode(overlap),
+        PICKED=picked is not None, BLOCK=triton.next_power_of_2(width), OVERLAP=int(overlap),
         num_warps=warps(width), **launch_options(overlap),
     )  # fmt: skip

@@ -9,7 +9,8 @@ right before, and that one has waited for its own.
 
 EAGER releases as soon as a kernel has waited, and reads what it needs last before what it needs
 first: the next kernel's weights then travel while this one computes.  It is as safe: whoever passes
-its own `wait` knows that the kernel before, which had passed one too, has ended.
+its own `wait` knows that the kernel before, which had passed one too, has ended.  LATE releases
+when the main loop is over.  Which is quicker depends on the model (engine/cuda/picks.py).
 """
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -26,10 +27,8 @@ def possible(capability: tuple[int, int]) -> bool:
     return capability >= (9, 0)
 
 
-OFF, LATE, EAGER = 0, 1, 2  # how kernels overlap
-CHOSEN = LATE  # what `overlap=True` stands for; tests/bench/bench_variants.py times both
+OFF, LATE, EAGER = 0, 1, 2  # how kernels overlap; True is LATE
 
-# Measured on an H200: a layer of SmolLM2-135M at one row 18.5 -> 14.5 us, of an 8B 122 -> 116 us.
 OVERLAPS = torch.cuda.is_available() and possible(torch.cuda.get_device_capability())
 
 
@@ -47,11 +46,6 @@ def release(OVERLAP: tl.constexpr):
     """The next kernel may be started, unless `wait` has said so."""
     if OVERLAP == 1:
         gdc_launch_dependents()
-
-
-def mode(overlap: int) -> int:
-    """OFF, LATE or EAGER, for a launch with `overlap`: one of these, or a bool."""
-    return CHOSEN if overlap is True else int(overlap)
 
 
 def launch_options(overlap: int) -> dict[str, bool]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels.launch import enqueue
 from engine.kernels.matmul import Tile, accumulate, normed, precision, read_ahead
-from engine.kernels.overlap import launch_options, mode, release
+from engine.kernels.overlap import launch_options, release
 from engine.kernels.rope import turned
 
 
@@ -103,7 +103,7 @@ def project(
         BM=tile.bm, BN=tile.bn, BK=tile.bk, AHEAD=tile.ahead, TAIL=tile.tail,
         NORM=normed(gain, tile, rows, depth), WIDTH=triton.next_power_of_2(depth),
         HEADS=columns // dim - 2 * kv_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size,
-        BIAS=bias is not None, STEPS=tile.steps(depth), OVERLAP=mode(overlap),
+        BIAS=bias is not None, STEPS=tile.steps(depth), OVERLAP=int(overlap),
         PRECISION=precision(x), num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(overlap),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.launch import enqueue
-from engine.kernels.overlap import launch_options, mode, release, wait
+from engine.kernels.overlap import launch_options, release, wait
 
 HEADS = 8  # heads a program; a power of two
 WARPS = 4
@@ -57,7 +57,7 @@ def rotate_and_store(
     enqueue(_rotate_kernel, (count, triton.cdiv(heads + kv_heads, HEADS)))(
         qkv, target, pages, positions, slots, cos, sin, qkv.stride(0), target.stride(0),
         QUERIES=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=size, HEADS=HEADS,
-        NEIGHBOURS=pairs == "neighbours", OVERLAP=mode(overlap), num_warps=WARPS,
+        NEIGHBOURS=pairs == "neighbours", OVERLAP=int(overlap), num_warps=WARPS,
         **launch_options(overlap),
     )  # fmt: skip
 

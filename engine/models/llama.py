@@ -89,9 +89,9 @@ class Llama:
         x = ops.embed(self.embedding)
         tapped: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            mixed = ops.attend(i, ops.norm(x, layer.attention_norm, eps), layer.qkv)
+            mixed = ops.attend(i, x, (layer.attention_norm, eps), layer.qkv)
             x = ops.add(x, mixed, layer.out)
-            inner = ops.gated(ops.norm(x, layer.mlp_norm, eps), layer.gate_up)
+            inner = ops.gated(x, (layer.mlp_norm, eps), layer.gate_up)
             x = ops.add(x, inner, layer.down)
             if i in self.taps:
                 tapped.append(ops.keep(x))

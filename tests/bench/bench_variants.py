@@ -1,16 +1,15 @@
-"""Time a decode step's layer with today's kernels and with each that may replace them.
+"""Time a decode step's layer by how its kernels overlap and by where its rows are normed.
 
     python tests/bench/bench_variants.py smol       1, 8 and 32 rows of SmolLM2-135M
     python tests/bench/bench_variants.py 8b         1, 32 and 128 rows of an 8B
 
 Checks no result (tests/engine does).  First each product alone, behind a small kernel that writes
-its input: the best tile of today's and of the new ones.  Then whole layers, as a step launches
-them: norm, project, attend, out, norm, gate and up, down, captured, over weights beyond the cache.
+its input, with each of its candidates.  Then whole layers, as a step launches them: norm, project,
+attend, out, norm, gate and up, down, captured, over weights beyond the cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -25,16 +24,15 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine.cuda.picks import CANDIDATES, height
+from engine.cuda.picks import NORMS
+from engine.cuda.picks import _tiles as candidates
 from engine.kernels.decode_attention import DecodeScratch, decode_attention, workers
 from engine.kernels.launch import compiling
 from engine.kernels.matmul import NORMED, Tile, gate, product
-from engine.kernels.norm import norm, warps
-from engine.kernels.overlap import EAGER, LATE
+from engine.kernels.norm import norm
+from engine.kernels.overlap import EAGER, LATE, OFF
 from engine.kernels.project import project
 from tests.bench.bench_attention import LLAMA, SMOL, Model, Work
-from tests.bench.candidates.page_attention import page_attention
-from tests.bench.candidates.tma_product import tma_product
 
 DEVICE = "cuda"
 EPS = 1e-5
@@ -61,25 +59,6 @@ SHAPES = {
     "8b": Shape(LLAMA, 4096, 14336, 4, 1100, 256, (1, 32, 128)),
 }
 
-# (bn, bk, warps, stages, ahead, tail) by width of K, for tiles as low as the rows; then higher ones
-# for few rows (a warp group multiplies with less latency), and lower ones for many (x travels
-# less: each program reads half of it).
-NEW: dict[int, tuple[tuple[int, ...], ...]] = {
-    576: ((8, 64, 4, 2, 512, 64), (16, 64, 4, 2, 512, 64), (32, 64, 4, 2, 512, 64),
-          (16, 64, 4, 9), (32, 64, 4, 9), (16, 64, 2, 2, 512, 64)),
-    1536: ((8, 64, 4, 2, 1024, 512), (16, 64, 4, 2, 1024, 512), (8, 256, 4, 6), (16, 256, 4, 6),
-           (16, 128, 4, 5, 512), (8, 256, 2, 6)),
-    4096: ((16, 256, 4, 5), (32, 256, 4, 4), (64, 256, 4, 3), (16, 512, 4, 4), (32, 256, 8, 5),
-           (64, 256, 8, 4, 256), (16, 256, 4, 5, 1024), (32, 512, 8, 3, 512)),
-    14336: ((16, 256, 4, 5), (32, 256, 4, 5), (16, 512, 4, 4), (32, 256, 4, 4, 512),
-            (16, 256, 4, 5, 1024), (32, 512, 8, 3)),
-}  # fmt: skip
-HIGH = {16: ((16, 64, 4, 8), (32, 128, 4, 5), (64, 128, 4, 4)),
-        32: ((16, 128, 4, 6), (32, 128, 4, 5), (64, 128, 4, 4))}  # fmt: skip
-HALVES = ((64, 128, 4, 4), (64, 64, 4, 6), (32, 128, 4, 5), (128, 64, 4, 4))
-TMA = ((64, 64, 128, 4, 5), (64, 64, 64, 4, 8), (128, 32, 128, 4, 4), (128, 64, 64, 8, 6),
-       (128, 128, 64, 8, 4))  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Way:
@@ -88,10 +67,6 @@ class Way:
     tiles: dict[str, Tile]
     overlap: int = LATE
     normed: bool = False  # norms within the products
-    pages: bool = False  # attention by pages
-
-    def but(self, **other: object) -> Way:
-        return dataclasses.replace(self, **other)  # type: ignore[arg-type]
 
 
 class Layers:
@@ -148,11 +123,11 @@ class Layers:
             x = self.mixed if name == "out" else self.inner
             product(x, w, self.x, tile, residual=self.x, overlap=way.overlap)
 
-    def attend(self, layer: int, way: Way, **more: int) -> None:
-        (page_attention if way.pages else decode_attention)(
+    def attend(self, layer: int, way: Way) -> None:
+        decode_attention(
             self.both, self.work.pages[layer], self.mixed, self.meta, self.scratch,
             scale=self.shape.model.dim**-0.5, split=self.shape.split, workers=self.workers,
-            overlap=way.overlap, **more,
+            overlap=way.overlap,
         )  # fmt: skip
 
     def layer(self, layer: int, way: Way) -> None:
@@ -172,34 +147,13 @@ class Layers:
         out = self.normed if name in ("out", "down") else self.x
         norm(self.source, self.gain, out, EPS, overlap=way.overlap)
 
-    def tma(self, name: str, tile: Tile, specialize: bool, layer: int) -> None:
-        self.fill(name, Way({}))
-        x = self.mixed if name == "out" else self.inner
-        tma_product(x, self.weights[name][layer], self.x, tile, residual=self.x,
-                    specialize=specialize, overlap=EAGER)
-
     # ---- what there is to choose from ------------------------------------------------------------
 
-    def today(self, name: str) -> list[Tile]:
-        bm = height(self.rows)
-        return [t for s in CANDIDATES[bm] if self.fits(name, t := Tile(bm, *s))]
-
-    def new(self, name: str, normed: bool) -> list[Tile]:
-        low = int(triton.next_power_of_2(self.rows))
-        depth = self.weights[name][0].shape[1]
-        made = [Tile(min(low, 64), *s) for s in NEW[depth]] if low <= 16 else []
-        made += [Tile(64, *s) for s in HIGH.get(height(self.rows), ())]
-        made += [Tile(64, *s) for s in HALVES] if low == 128 else []
-        if normed:  # the warps of the norm; today's, too
-            made = [dataclasses.replace(t, warps=warps(depth)) for t in made + self.today(name)]
-        return [t for t in dict.fromkeys(made) if self.fits(name, t)]
-
-    def fits(self, name: str, tile: Tile) -> bool:
-        if name == "gate_up" and tile.bn < 16:
-            return False
-        if name == "qkv" and self.shape.model.dim % tile.bn:
-            return False
-        return tile.ahead + tile.tail <= self.weights[name][0].shape[1]
+    def tiles(self, name: str, normed: bool) -> list[Tile]:
+        epilogue = {"qkv": f"turn{self.shape.model.dim}", "gate_up": "gate"}.get(name, "add")
+        size = self.weights[name][0].shape
+        key = (*size, NORMS * normed + epilogue, "bfloat16")
+        return list(candidates(key, self.rows))
 
 
 def timed(run: Callable[[int], None], layers: int) -> float:
@@ -225,71 +179,42 @@ def timed(run: Callable[[int], None], layers: int) -> float:
     return min(times)
 
 
-def sets(layers: Layers, name: str) -> Iterator[tuple[str, list[Way]]]:
+def ways(layers: Layers, name: str) -> Iterator[tuple[str, list[Way]]]:
     """The ways that compete for a product, by what they have in common."""
-    old, new = layers.today(name), layers.new(name, False)
-    yield "today", [Way({name: tile}) for tile in old]
-    yield "eager, new tiles", [Way({name: tile}, EAGER) for tile in old + new]
-    if name in NORMED_ONES and layers.rows <= NORMED:
-        yield "eager, normed", [
-            Way({name: tile}, EAGER, normed=True) for tile in layers.new(name, True)
-        ]
+    for title, overlap in (("late", LATE), ("eager", EAGER)):
+        yield title, [Way({name: tile}, overlap) for tile in layers.tiles(name, False)]
+        if name in NORMED_ONES and layers.rows <= NORMED:
+            tiles = layers.tiles(name, True)
+            yield f"{title}, normed", [Way({name: tile}, overlap, True) for tile in tiles]
 
 
 def products(layers: Layers) -> dict[str, dict[str, Tile]]:
     """The best tile of each set by product; prints the three best of each."""
     best: dict[str, dict[str, Tile]] = {}
     for name in PRODUCTS:
-        for title, ways in sets(layers, name):
-            times = {way.tiles[name]: timed(partial(layers.alone, name, way), layers.shape.layers)
-                     for way in ways}
+        for title, some in ways(layers, name):
+            times = {
+                way.tiles[name]: timed(partial(layers.alone, name, way), layers.shape.layers)
+                for way in some
+            }
             order = sorted(times, key=lambda tile: times[tile])
             best.setdefault(title, {})[name] = order[0]
             for tile in order[:3]:
-                print(f"  {name:8} {title:17} {times[tile]:8.2f} us  {tile}", flush=True)
+                print(f"  {name:8} {title:14} {times[tile]:8.2f} us  {tile}", flush=True)
     return best
 
 
 def chains(layers: Layers, best: dict[str, dict[str, Tile]]) -> None:
     """Whole layers; a line a way."""
-    today = Way(best["today"])
-    new = Way(best["eager, new tiles"], EAGER)
-    ways = {"today": today, "today, by pages": today.but(pages=True),
-            "eager": today.but(overlap=EAGER), "eager, new tiles": new,
-            "eager, new, by pages": new.but(pages=True)}
-    if layers.rows <= NORMED:
-        normed = Way({**best["eager, new tiles"], **best["eager, normed"]}, EAGER, normed=True)
-        ways |= {"eager, new, normed": normed, "all": normed.but(pages=True),
-                 "all, late": normed.but(pages=True, overlap=LATE)}
-    first = 0.0
-    for title, way in ways.items():
-        us = timed(partial(layers.layer, way=way), layers.shape.layers)
-        first = first or us
-        print(f"  layer    {title:24} {us:8.2f} us  {us / first:6.1%}", flush=True)
-
-
-def attentions(layers: Layers) -> None:
-    """Attention alone, behind a small kernel; `fine` is pages up to which each has a program."""
-    def run(way: Way, more: dict[str, int], layer: int) -> None:
-        layers.fill("out", way)
-        layers.attend(layer, way, **more)
-
-    for way in (Way({}), Way({}, EAGER), Way({}, pages=True), Way({}, EAGER, pages=True)):
-        for more in ({"fine": 0}, {"fine": 32}, {"fine": 64}) if way.pages else ({},):
-            us = timed(partial(run, way, more), layers.shape.layers)
-            kind = f"by pages {more}" if way.pages else "today's"
-            print(f"  attention {'eager' if way.overlap == EAGER else 'late':5} {kind:24} "
-                  f"{us:8.2f} us", flush=True)  # fmt: skip
-
-
-def described(layers: Layers) -> None:
-    """Products by tensor descriptors."""
-    for name in ("out", "down"):
-        for shape in TMA:
-            for specialize in (False, True):
-                us = timed(partial(layers.tma, name, Tile(*shape), specialize), layers.shape.layers)
-                print(f"  {name:8} descriptors {shape} specialize={specialize!s:5} {us:8.2f} us",
-                      flush=True)
+    for overlap, first in ((OFF, "late"), (LATE, "late"), (EAGER, "eager")):
+        tiles = best[first]
+        kinds = {"": Way(tiles, overlap)}
+        if layers.rows <= NORMED:
+            kinds[", normed"] = Way({**tiles, **best[f"{first}, normed"]}, overlap, True)
+        for more, way in kinds.items():
+            us = timed(partial(layers.layer, way=way), layers.shape.layers)
+            print(f"  layer    {('off', 'late', 'eager')[overlap] + more:14} {us:8.2f} us",
+                  flush=True)  # fmt: skip
 
 
 def gates(inner: int) -> None:
@@ -300,17 +225,14 @@ def gates(inner: int) -> None:
 
 
 def compile_all(layers: Layers) -> None:
-    """All kernels of a row count, side by side; those by descriptors are compiled when they run."""
+    """All kernels of a row count, side by side."""
     with compiling(os.cpu_count() or 1, torch.device(DEVICE, 0)):
         for name in PRODUCTS:
-            for _, ways in sets(layers, name):
-                for way in ways:
-                    for overlap in {way.overlap, EAGER}:
-                        layers.alone(name, way.but(overlap=overlap), 0)
-        for overlap in (LATE, EAGER):
+            for _, some in ways(layers, name):
+                for way in some:
+                    layers.alone(name, way, 0)
+        for overlap in (OFF, LATE, EAGER):
             layers.attend(0, Way({}, overlap))
-            for fine in (0, 32, 64):
-                layers.attend(0, Way({}, overlap, pages=True), fine=fine)
 
 
 def main() -> None:
@@ -324,9 +246,6 @@ def main() -> None:
             print(f"\n{name}, {rows} rows at {shape.context}: ready in "
                   f"{time.monotonic() - began:.1f} s", flush=True)  # fmt: skip
             chains(layers, products(layers))
-            attentions(layers)
-            if rows == 128:
-                described(layers)
             print(f"  took {time.monotonic() - began:.1f} s", flush=True)
             del layers
             torch.cuda.empty_cache()

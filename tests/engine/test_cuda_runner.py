@@ -24,11 +24,13 @@ import engine.build as build  # noqa: E402
 from cache.config import CacheConfig  # noqa: E402
 from engine.checkpoint import open_checkpoint  # noqa: E402
 from engine.config import BadConfig, EngineConfig  # noqa: E402
-from engine.cuda import parts  # noqa: E402
+from engine.cuda import ops, parts  # noqa: E402
 from engine.cuda import runner as cuda_runner  # noqa: E402
 from engine.cuda.plain import plain  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
-from engine.kernels.overlap import OVERLAPS, possible  # noqa: E402
+from engine.kernels.matmul import NORMED  # noqa: E402
+from engine.kernels.norm import norm  # noqa: E402
+from engine.kernels.overlap import EAGER, OVERLAPS, possible  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Abort, Grammar, Pause, Resume, Sampling, Submit  # noqa: E402
 from engine.plan import Row  # noqa: E402
@@ -123,6 +125,21 @@ def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(fold
         rows = forward._buckets[size].views.attention
         for row in (rows.slot, rows.first, rows.start, rows.count):
             assert not row.any()
+
+
+def test_norms_within_the_products_of_a_small_layer_change_no_answer(folder, truth, monkeypatch):
+    monkeypatch.setattr(cuda_runner, "overlapping", lambda layer_bytes: EAGER)
+    alone = []
+
+    def counted(x, gain, out, eps, **more):
+        alone.append(len(out))
+        norm(x, gain, out, eps, **more)
+
+    monkeypatch.setattr(ops, "rms_norm", counted)
+    asks = [Submit(f"r{i}", prompt(9 + i, i), 6, how) for i, how in enumerate((GREEDY, HOT))]
+    engine = make(folder, True)
+    assert answers(engine, *asks) == truth(*asks)
+    assert alone and min(alone) > NORMED  # prompts; two decoding rows are normed on the way
 
 
 def test_an_engine_short_of_attention_scratch_makes_smaller_steps(folder, truth, monkeypatch):

@@ -51,14 +51,13 @@ def test_layers_have_the_same_bits_however_their_kernels_overlap(name, rows):
     fit = warps(shape.hidden)
     normed = {one: dataclasses.replace(tile, warps=fit) for one, tile in ahead.items()}
     modes = (OFF, LATE, EAGER) if OVERLAPS else (OFF,)
-    for pages in (False, True):
-        wanted = captured(layers, Way(plain, OFF, pages=pages), source)
-        assert wanted.isfinite().all()
-        for overlap in modes:
-            for tiles in (plain, ahead):
-                found = captured(layers, Way(tiles, overlap, pages=pages), source)
-                assert torch.equal(found, wanted), (overlap, tiles, pages)
-            if rows <= NORMED:
-                found = captured(layers, Way(normed, overlap, normed=True, pages=pages), source)
-                assert torch.equal(found, wanted), (overlap, "normed", pages)
+    wanted = captured(layers, Way(plain, OFF), source)
+    assert wanted.isfinite().all()
+    for overlap in modes:
+        for tiles in (plain, ahead):
+            found = captured(layers, Way(tiles, overlap), source)
+            assert torch.equal(found, wanted), (overlap, tiles)
+        if rows <= NORMED:
+            found = captured(layers, Way(normed, overlap, normed=True), source)
+            assert torch.equal(found, wanted), (overlap, "normed")
     print(f"\n{name}, {rows} rows: {len(modes)} ways to overlap, one result")

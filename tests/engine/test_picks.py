@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from engine.cuda import picks as module
-from engine.cuda.picks import CANDIDATES, CUBLAS, Picks, height, store_path
-from engine.kernels.matmul import Tile
+from engine.cuda.picks import CANDIDATES, CUBLAS, NORMS, Picks, store_path
+from engine.kernels.matmul import NORMED
+from engine.kernels.overlap import EAGER, LATE, OFF
 from engine.layers import Linear
 
 STAMP = "a card, its libraries"
@@ -34,7 +36,7 @@ def kept(path, *picks, stamp=STAMP):
 
 def test_what_was_measured_is_there_at_the_next_start(card, tmp_path):
     first = Picks(card, tmp_path / "deep" / "picks.json")
-    tile = Tile(16, *CANDIDATES[16][0])
+    tile = CANDIDATES[8][0]
     first._chosen[KEY, 4], first._took[KEY, 4] = tile, 0.0025
     first._chosen[KEY, 512], first._took[KEY, 512] = CUBLAS, 0.01
     first._changed = True
@@ -46,14 +48,14 @@ def test_what_was_measured_is_there_at_the_next_start(card, tmp_path):
 @pytest.mark.parametrize(
     "entry",
     [
-        [*KEY, 4, [16, 48, 64, 4, 5, 0], 0.1],  # no candidate
-        [*KEY, 4, [32, *CANDIDATES[32][0], 0], 0.1],  # of another height
-        [*KEY, 4, [16, 128, 128, 4, 3, 0], 0.1],  # wider than the head
-        [960, 256, "add", "bfloat16", 4, [16, 16, 64, 4, 5, 512], 0.1],  # deeper than the product
+        [*KEY, 4, [16, 48, 64, 4, 5, 0, 0], 0.1],  # no candidate
+        [*KEY, 4, list(astuple(CANDIDATES[32][0])), 0.1],  # of another height
+        [*KEY, 4, [16, 128, 128, 4, 3, 0, 0], 0.1],  # wider than the head
+        [960, 256, "add", "bfloat16", 4, [8, 8, 64, 4, 2, 512, 64], 0.1],  # deeper than the product
     ],
 )
 def test_a_tile_that_is_none_of_ours_is_not_taken(card, tmp_path, entry):
-    good = [*KEY, 8, [16, *CANDIDATES[16][0], 0], 0.2]
+    good = [*KEY, 8, list(astuple(CANDIDATES[8][0])), 0.2]
     picks = Picks(card, kept(tmp_path / "picks.json", entry, good))
     assert list(picks._chosen) == [(KEY, 8)]
 
@@ -69,7 +71,7 @@ def test_a_damaged_store_is_measured_anew(card, tmp_path, text):
 
 
 def test_another_card_or_other_candidates_are_measured_anew(card, tmp_path):
-    entry = [*KEY, 8, [16, *CANDIDATES[16][0], 0], 0.2]
+    entry = [*KEY, 8, list(astuple(CANDIDATES[8][0])), 0.2]
     assert not Picks(card, kept(tmp_path / "picks.json", entry, stamp="another"))._chosen
 
 
@@ -107,11 +109,27 @@ def test_a_biased_product_never_goes_to_cublas():
     key = (64, 32, "store", "float32")
     picks._chosen[key, 4] = CUBLAS
     assert picks.pick(Linear(torch.zeros(64, 32)), "store", 4, torch.float32) is CUBLAS
-    assert picks.pick(biased, "store", 4, torch.float32) == Tile(16, *CANDIDATES[16][0])
+    assert picks.pick(biased, "store", 4, torch.float32) == CANDIDATES[8][0]
 
 
-@pytest.mark.parametrize(
-    "rows, tile", [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (999, 128)]
-)
-def test_a_tile_is_as_high_as_the_rows_need(rows, tile):
-    assert height(rows) == tile
+def test_small_layers_overlap_early_and_large_ones_late(monkeypatch):
+    monkeypatch.setattr(module, "OVERLAPS", True)
+    assert module.overlapping(7 << 20) == EAGER and module.overlapping(436 << 20) == LATE
+    monkeypatch.setattr(module, "OVERLAPS", False)
+    assert module.overlapping(7 << 20) == OFF
+
+
+def test_products_norm_a_few_rows_of_small_layers():
+    early, late = (Picks(torch.device("cpu"), overlap=mode) for mode in (EAGER, LATE))
+    assert early.norms(NORMED) and not early.norms(NORMED + 1) and not late.norms(1)
+    wide = Linear(torch.zeros(960, 4096))
+    tile = CANDIDATES[8][0]
+    # The norm of so wide a row is summed by eight warps; a product that adds norms nothing.
+    assert early.pick(wide, "gate", 4, torch.float32) == replace(tile, warps=8)
+    assert early.pick(wide, "add", 4, torch.float32) == tile
+    assert early.pick(wide, "gate", 8, torch.float32) == tile
+    early._chosen[(960, 4096, "gate", "float32"), 4] = CUBLAS  # of a product that does not norm
+    assert early.pick(wide, "gate", 4, torch.float32) is not CUBLAS
+    early._took[(960, 4096, NORMS + "gate", "float32"), 4] = 0.25
+    early.note("layer", wide, "gate", torch.float32)
+    assert early.cost("layer", 4) == 0.25

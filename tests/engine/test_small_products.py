@@ -19,14 +19,11 @@ from engine.kernels.matmul import NORMED, Tile, product  # noqa: E402
 from engine.kernels.norm import norm, warps  # noqa: E402
 from engine.kernels.overlap import EAGER, OVERLAPS  # noqa: E402
 from engine.kernels.project import project  # noqa: E402
-from tests.bench.candidates.tma_product import tma_product  # noqa: E402
 from tests.engine.test_attention_kernels import HALF, TYPES, lines_apart  # noqa: E402, F401
 from tests.engine.test_product_kernels import (  # noqa: E402
     Noise,
     Projection,
     check_fence,
-    close,
-    fenced,
     poisoned,
 )
 
@@ -120,18 +117,6 @@ def test_what_cannot_be_normed_on_the_way_is_refused():
         run(noise(1, 32), w, Tile(16, 16, 32, 4, 2, 0, 16))
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("rows, columns, depth", [(1, 40, 48), (17, 70, 96), (33, 24, 72)])
-def test_a_product_by_descriptors_against_the_definition(rows, columns, depth, dtype):
-    noise = Noise(rows, dtype)
-    x, w, before = noise(rows, depth), noise.weight(columns, depth), noise(rows, columns)
-    exact = x.double() @ w.double().T
-    for residual in (None, before):
-        out = poisoned(rows, columns, dtype=dtype)
-        tma_product(x, w, out, Tile(32, 16, 16, 4, 2), residual=residual)
-        close(out, exact if residual is None else exact + before.double())
-
-
 # ---- on the card only ----------------------------------------------------------------------------
 
 
@@ -190,22 +175,3 @@ def test_low_tiles_and_high_ones_and_eager_ones_leave_the_same_bits_on_the_card(
                     assert torch.equal(found, wanted), (columns, depth, tile, overlap)
                     tried += 1
     print(f"\n{tried} low, high and eager products with the same bits")
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(300)
-def test_operands_by_descriptors_give_the_same_bits_on_the_card():
-    for columns, depth in ((576, 1536), (4096, 4096), (4096, 14336)):
-        noise = Noise(depth, HALF)
-        x, w, before = noise(128, depth), noise.weight(columns, depth), noise(128, columns)
-        for rows in (65, 128):
-            wanted = run(x[:rows].contiguous(), w, Tile(16, 32, 64, 4, 5),
-                         residual=before[:rows].contiguous())
-            for shape in ((64, 64, 128, 4, 5), (128, 32, 128, 4, 4), (128, 64, 64, 8, 5)):
-                for specialize in (False, True):
-                    out = poisoned(rows, columns, dtype=HALF)
-                    tma_product(fenced(x[:rows], HALF), w, out, Tile(*shape), overlap=MODES[-1],
-                                residual=fenced(before[:rows], HALF), specialize=specialize)
-                    check_fence(out)
-                    assert torch.equal(out, wanted), (columns, depth, rows, shape, specialize)
-    print("\nby descriptors: the same bits")
