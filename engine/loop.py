@@ -69,7 +69,8 @@ class Engine:
         self.hello = parts.hello
         self.runner: StepRunner = parts.runner
         self.pool, self.sessions = parts.pool, parts.sessions
-        pace = Pace(sizes(config.max_batch_tokens), config.max_gap_s, config.mixed_tokens)
+        steps = list(parts.runner.sizes) or sizes(config.max_batch_tokens)
+        pace = Pace(steps, config.max_gap_s, config.mixed_tokens)
         self.scheduler = Scheduler(
             parts.pool, parts.sessions, config, pace, parts.runner.lookahead
         )

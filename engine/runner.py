@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,6 +66,10 @@ class StepRunner(Protocol):
     @property
     def keeps_history(self) -> bool:
         """Penalties count tokens on the device; else their rows settle after the last commit."""
+
+    @property
+    def sizes(self) -> Collection[int]:
+        """Flat tokens that steps are padded to, ascending; empty where they are not padded."""
 
     @property
     def blocks(self) -> int:
@@ -129,6 +134,7 @@ class Runner:
     """
 
     keeps_history = False
+    sizes: Collection[int] = ()
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from engine.cuda.buckets import bucket, sizes, useful
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.ops import KernelOps, StepViews, chunks_possible
-from engine.cuda.picks import Picks
+from engine.cuda.picks import INVARIANT, Picks
 from engine.cuda.plain import Plain, Written
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import (
@@ -111,8 +111,12 @@ class Forward:
         return _Bucket(layout, self._mirror.hosts(layout), views, layout.shapes["chunk_items"][1])
 
     def keep(self, cost: Callable[[int], float]) -> None:
-        """From now on use only the buckets that no larger one is as cheap as."""
-        self.sizes = useful(self.sizes, cost)
+        """From now on use only the buckets that no larger one is as cheap as.
+
+        Up to INVARIANT rows a step must not take a bucket beyond, whose products promise nothing.
+        """
+        few = [size for size in self.sizes if size <= INVARIANT]
+        self.sizes = useful(few, cost) + useful(self.sizes[len(few) :], cost)
 
     # ---- a step ----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class Lap:
     ended: torch.cuda.Event
     blocks: bool
     launched_s: float = 0.0  # monotonic
-    kind: Hashable = None  # steps that are alike
+    kind: Hashable = None  # steps that are alike; None = like no other
 
 
 class Laps:
@@ -47,7 +47,10 @@ class Laps:
         lap.ended.record(self._stream)
 
     def wait(self, lap: Lap) -> float:
-        """Return when the step has ended: the seconds it took.  The lap is over then."""
+        """Return when the step has ended: the seconds it took, 0 if it was like no other.
+
+        The lap is over then.
+        """
         ended, waited = lap.ended, False
         if not passed(ended):
             waited = True
@@ -61,7 +64,7 @@ class Laps:
         took_s = float(lap.begun.elapsed_time(ended)) / 1e3
         self._naps.ended(lap.kind, lap.launched_s, time.monotonic(), took_s, waited=waited)
         self._spare[lap.blocks].append(lap)
-        return took_s
+        return took_s if lap.kind is not None else 0.0
 
 
 def _mark(blocks: bool) -> torch.cuda.Event:

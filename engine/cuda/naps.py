@@ -25,7 +25,10 @@ class Naps:
         self._free_s = 0.0  # when the device ended the last step, or sooner
 
     def rest(self, kind: Hashable, launched_s: float, now_s: float) -> float:
-        """Seconds to sleep before waiting for a step that was launched then; 0 = none."""
+        """Seconds to sleep before waiting for a step that was launched then; 0 = none.
+
+        A `kind` of None is like no other, also below.
+        """
         expected = self._expected.get(kind)
         if expected is None:
             return 0.0
@@ -44,6 +47,8 @@ class Naps:
         """A step's results are there, after `took_s` on the device; `waited`: only just now."""
         begun = max(launched_s, self._free_s)
         self._free_s = now_s if waited else min(now_s, begun + took_s)
+        if kind is None:
+            return
         known = self._expected.get(kind)
         if known is not None and took_s > known:
             took_s = known + WEIGHT * (took_s - known)

@@ -64,7 +64,7 @@ class _Turn:
             return
         assert bias is None and normed is None, "picks keep cuBLAS away from biases and norms"
         library(x, weight, both)
-        rotate_and_store(both, *turn, pairs="neighbours", overlap=self.overlap)
+        rotate_and_store(both, *turn, overlap=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)

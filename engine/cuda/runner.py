@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class CudaFlight(Flight):
     draw: Draw | None = None
     plain: bool = False  # each row draws one token
     lap: Lap | None = None  # None where there is no stream
+    graphs: int = 0  # that there were before it
 
 
 class CudaRunner:
@@ -147,6 +149,11 @@ class CudaRunner:
         return self.most.drafts + 1 if self.head is not None else 0
 
     @property
+    def sizes(self) -> Collection[int]:
+        """See StepRunner."""
+        return self.forward.sizes
+
+    @property
     def blocks(self) -> int:
         """All blocks of the pages but the one that padded tokens write to."""
         return self.pages.blocks - 1
@@ -161,6 +168,7 @@ class CudaRunner:
     def launch(self, plan: Plan) -> Flight:
         """See StepRunner.  Fresh blocks are not cleared: the kernels mask what was not written."""
         lap = self._laps.begin(len(plan.rows)) if self._laps is not None else None
+        graphs = len(self._graphs)
         with self._on_stream():
             for source, target in plan.copies:
                 self.pages.copy(source, target)
@@ -178,7 +186,7 @@ class CudaRunner:
             except BaseException:
                 self._lose(plan)
                 raise
-        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap)
+        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap, graphs=graphs)
         self._flights.append(flight)
         return flight
 
@@ -201,6 +209,8 @@ class CudaRunner:
                     self.settling.run(flight.draw)
                     self.settling.fetch(flight.draw)
                 if self._laps is not None and flight.lap is not None:
+                    if len(self._graphs) > flight.graphs:
+                        flight.lap.kind = None  # it was captured, too: nothing to go by
                     self._laps.end(flight.lap)
                 if self.head is not None:
                     self._read(flight)

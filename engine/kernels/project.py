@@ -1,7 +1,7 @@
 """Queries, keys and values in one product, rotated and in their places.  Attends to nothing.
 
-The bits are those of a plain product followed by kernels/rope.py with pairs="neighbours"; what is
-saved is a launch a layer and a round trip through memory.
+The bits are those of a plain product followed by kernels/rope.py; what is saved is a launch a
+layer and a round trip through memory.
 """
 # mypy: disable-error-code="misc, no-untyped-def, no-untyped-call, untyped-decorator"
 

@@ -1,6 +1,8 @@
-"""Sizes, layouts, host buffers and graphs of a GPU's step, one by one.  Needs no GPU, no Triton."""
+"""Sizes, layouts, host buffers and graphs of a GPU's step, one by one.  Needs no GPU."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from engine.cuda import layout
 from engine.cuda.buckets import bucket, sizes, useful
+from engine.cuda.forward import Forward
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import ALIGN, Layout, Mirror
 
@@ -90,3 +93,14 @@ def test_a_size_that_a_larger_one_undercuts_is_not_used():
     assert useful([*costs], costs.__getitem__) == [4, 8, 24, 32]
     assert useful([*costs], float) == [*costs]  # nothing to gain where costs rise
     assert useful([7], lambda size: 0.0) == [7], "the largest always stays"
+
+
+def test_few_rows_take_no_bucket_whose_products_promise_nothing():
+    """At 160 rows cuBLAS may split K, and be quicker than what 128 rows are allowed."""
+    forward = SimpleNamespace(sizes=[64, 96, 128, 160, 192, 256])
+    costs = {64: 1.0, 96: 3.0, 128: 2.9, 160: 2.0, 192: 2.5, 256: 2.2}
+    Forward.keep(forward, costs.__getitem__)
+    assert forward.sizes == [64, 128, 160, 256]
+    forward.sizes = [16, 32, 48]  # of an engine with small steps
+    Forward.keep(forward, float)
+    assert forward.sizes == [16, 32, 48]

@@ -114,6 +114,11 @@ def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
         runner.settling.prepare(*given([Row(seq, 60, 1, True)] * 3))
 
 
+def test_steps_are_paced_by_the_sizes_that_the_runner_pads_to(folder):
+    engine = make(folder, True)
+    assert engine.scheduler.pace._sizes == list(engine.runner.sizes) == engine.runner.forward.sizes
+
+
 def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(folder):
     """A bucket's rows lie where a larger one had page slots: as slots they would name nothing."""
     forward = make(folder, True).runner.forward

@@ -141,6 +141,19 @@ def test_a_step_is_waited_for_to_its_end_and_its_events_serve_the_next(monkeypat
         assert time.monotonic() >= lap.ended.at
         assert step == 0 or time.thread_time() - cpu < 0.01, "it spun for most of the step"
     assert len(made) == 2 and not any(one.blocking for one in made)
+    lap = watch.begin(3)
+    lap.kind = None  # say, it was captured, too
+    device[0] += 0.5
+    watch.end(lap)
+    assert watch.wait(lap) == 0.0
     two = watch.begin(3), watch.begin(3)
     assert len(made) == 4 and two[0] is not two[1], "steps that fly have events of their own"
     assert watch.begin(laps.BLOCKING).ended.blocking
+
+
+def test_a_step_like_no_other_says_nothing_of_the_next_one():
+    naps = Naps()
+    naps.ended(None, 100.0, 100.5, 0.5, waited=True)
+    assert naps.rest(None, 101.0, 101.0) == 0.0
+    naps.ended("decode", 102.0, 102.5, 0.5, waited=True)
+    assert naps.rest("decode", 103.0, 103.0) > 0.4

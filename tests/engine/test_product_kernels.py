@@ -230,7 +230,7 @@ class Projection:
         both, pages = self.room()
         product(self.x, self.w, both, tile, bias=self.bias, overlap=OVERLAP)
         rotate_and_store(both, pages, self.positions, self.slots, self.cos, self.sin,
-                         pairs="neighbours", overlap=OVERLAP)
+                         overlap=OVERLAP)
         return both, pages
 
     def queries(self, both: torch.Tensor) -> torch.Tensor:
