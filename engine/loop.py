@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine.loop")
 
 TOO_LARGE = (torch.OutOfMemoryError, StepTooLarge)  # what a step may fail with and the engine live
+QUIET_S = 0.25  # without a step: a shorter pause is a client about to send its next request
 
 
 class Engine:
@@ -88,6 +89,7 @@ class Engine:
         self._generated = 0
         self._rounds = self._drafted = self._accepted = 0
         self._told = 0.0  # when the last Stats left
+        self._ran = 0.0  # when the last step was launched
 
     # ---- the loop's three calls ------------------------------------------------------------------
 
@@ -95,7 +97,8 @@ class Engine:
         """Return when there is something to do, or after `timeout_s`."""
         if self._out or (self.busy and not self._idle):
             return
-        if not (self.intake.waits and self.runner.idle()):  # with more of that, look again at once
+        quiet = time.monotonic() - self._ran > QUIET_S and self.intake.waits
+        if not (quiet and self.runner.idle()):  # with more of that, look again at once
             self.intake.wait(timeout_s)
 
     def step(self) -> list[ToGateway]:
@@ -107,6 +110,7 @@ class Engine:
         plan = self.scheduler.plan()
         self._idle = not plan.rows and not self._out
         if plan.rows:
+            self._ran = time.monotonic()
             self._run(plan, replies)
         else:
             self._collect(0, replies)

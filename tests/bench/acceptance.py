@@ -18,6 +18,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -35,8 +36,9 @@ from tests.bench.h200_serving import ROOT, Clock
 CARD = ["tests/engine/test_card.py", "tests/engine/test_card_requests.py"]
 ON_A_CARD = ("cuda.is_available", "mark.gpu")  # what a test says that does more on a real card
 # Of an image that has more plugins than ours: this one warns when others run, which ends the run.
-PYTEST = ["-m", "pytest", "-q", "-s", "-p", "no:benchmark", "-o", "filterwarnings=default",
-          "--timeout=200", "--durations=8"]
+PYTEST = ["-m", "pytest", "-v", "-s", "-p", "no:benchmark", "-o", "filterwarnings=default",
+          "-o", "addopts=--import-mode=importlib", "--timeout=200", "--durations=8"]
+BAD = re.compile(r"\b(FAILED|ERROR)\b")  # of a test, also while others still run
 CONTEXT = {"smol": 512, "8b": 1024}  # tokens before decoding starts
 LEAST_S = 12.0  # a part needs so much
 LOG = 400_000  # characters kept of a server's log
@@ -219,13 +221,14 @@ def _tests(
     """A line for each property, and how many tests failed."""
     began = time.perf_counter()
     text = _run(report, name, [*PYTEST, *(given.tests or chosen)], clock, check=False)
-    lines = text.splitlines()
+    lines = [line.strip("= ") for line in text.splitlines()]
     last = next((line for line in reversed(lines) if " in " in line and line[:1].isdigit()), "")
     words = last.replace(",", "").split()
     counts = {kind.rstrip("s"): int(count) for count, kind in itertools.pairwise(words)
               if count.isdecimal()}
     report.raw[name] = {"summary": last, "lines": [one for one in lines if "card: " in one]}
-    report.lines += [one[:220] for one in lines if one.startswith(("card: ", "FAILED", "ERROR"))]
+    shown = [one for one in lines if one.startswith("card: ") or BAD.search(one)]
+    report.lines += [one[:220] for one in dict.fromkeys(shown)]
     bad = counts.get("failed", 0) + counts.get("error", 0) if counts.get("passed") else None
     report.add([
         Figure(f"{name} tests: failed", bad, f"of {last}", figures.most(0), last or text[-200:]),

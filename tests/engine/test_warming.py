@@ -15,6 +15,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 import engine.build as build  # noqa: E402
+import engine.loop as loop  # noqa: E402
 from cache.config import CacheConfig  # noqa: E402
 from engine.checkpoint import open_checkpoint  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
@@ -120,6 +121,13 @@ def test_an_engine_without_work_warms_and_a_message_stops_it(folder):
     engine.step()
     engine.wait(5.0)  # a step flies
     assert len(calls) == 3
+    while engine.busy:
+        engine.step()
+    engine.wait(0.0)  # the client's next request may be on its way
+    assert len(calls) == 3
+    engine._ran -= loop.QUIET_S
+    engine.wait(0.0)
+    assert len(calls) == 4
 
 
 def shaped(folder):
