@@ -7,6 +7,7 @@ and the gateway's process never loads torch.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import socket
@@ -27,7 +28,8 @@ from gateway.options import SHOWN, Sections
 
 if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
-    from engine.messages import Hello, Stepping
+    from engine.messages import Hello
+    from gateway.early import Early
     from gateway.events import Event
     from gateway.inside import Inside
     from gateway.link import Link
@@ -86,67 +88,74 @@ def serve(
     0 = drained, 1 = the engine or a worker stays down, 98 = the port is taken.  `chat_template` is
     Jinja used instead of the model's own; `in_process`: the engine on a thread here, to debug it.
     """
-    from gateway import http
+    from gateway import ports
     from gateway.banner import Boot
 
-    boot = Boot()
+    boot, parser, template = Boot(), tool_call_parser, chat_template
     config = (gateway or GatewayConfig()).check()
     settings = _with_model(engine or EngineConfig(model=""), model).check()
     if in_process and config.workers > 1:
         raise ConfigError("An engine in the gateway's process has one worker; leave out --workers.")
     try:
-        sockets = http.listen(config)  # before anything slow
-    except http.PortTaken as error:
+        sockets = ports.listen(config)  # before anything slow
+    except ports.PortTaken as error:
         log.error("%s", error.strerror)
-        return http.EXIT_PORT_TAKEN
-    boot.done("listening")
+        return ports.EXIT_PORT_TAKEN
     with contextlib.ExitStack() as held:
         for sock in sockets:
             held.enter_context(sock)
+        early = None if in_process else held.enter_context(_begun(settings))
+        boot.done("listening, engine's process")
         from engine.checkpoint import open_checkpoint
 
         checkpoint = open_checkpoint(model, settings.revision)
         boot.done("tokenizer, config")
-        address = sockets[0].getsockname()
 
         def on_ready(hello: Hello) -> None:
-            boot.ready(hello, checkpoint, settings, address, opened)
+            boot.ready(hello, checkpoint, settings, sockets[0].getsockname(), opened)
 
         def on_down(why: str) -> None:
             log.error("%s", why)
             failed.append(why)
             server.give_up()
 
-        if config.workers > 1:
-            workers = _workers(config, settings, tool_call_parser, chat_template, sockets, on_ready)
-            opened = open_gateway(checkpoint, config, settings, workers.link, tool_call_parser,
-                                  chat_template)  # for what it refuses, and the banner
+        if early is not None and config.workers > 1:
+            workers = _workers(config, settings, parser, template, sockets, on_ready, early)
+            # For what it refuses, and the banner.
+            opened = open_gateway(checkpoint, config, settings, workers.link, parser, template)
             boot.done("gateway")
             return workers.run()
         failed: list[str] = []
-        link = _link(settings, checkpoint, in_process, on_ready, on_down)
-        opened = open_gateway(checkpoint, config, settings, link, tool_call_parser, chat_template)
-        from gateway.app import build
+        link = _link(settings, checkpoint, early, on_ready, on_down)
+        opened = open_gateway(checkpoint, config, settings, link, parser, template)
+        from gateway import app, http
 
-        server = http.server(build(opened), opened)
+        server = http.server(app.build(opened), opened)
         boot.done("gateway")
         server.run(sockets=sockets)
     return 1 if failed else 0
 
 
+def _begun(settings: EngineConfig) -> Early:
+    """The engine's process; it waits for its link with what takes memory or may be refused."""
+    from engine.starting import command
+    from gateway.early import Early
+
+    return Early(*command(settings))
+
+
 def _workers(
     config: GatewayConfig, settings: EngineConfig, parser: str, template: str | None,
-    sockets: Sequence[socket.socket], on_ready: Any,
+    sockets: Sequence[socket.socket], on_ready: Any, early: Early,
 ) -> Workers:
     """One gateway process for each socket, over one engine."""
-    from engine.server import command
     from gateway.workers import Program, Workers
 
-    made, environment = command(settings)
     work = [sys.executable, "-P", "-m", "slipstream", "worker"]
     told = msgspec.json.encode([config, settings, parser, template])
-    return Workers(config, Program(made, environment), Program(work, environment), sockets,
-                   settings=told, on_ready=on_ready)
+    return Workers(config, Program(early.command, early.environment),
+                   Program(work, early.environment), sockets, settings=told, on_ready=on_ready,
+                   early=early)
 
 
 def _work(control: int) -> int:
@@ -168,12 +177,6 @@ def _work(control: int) -> int:
     return part.serve(build(opened), opened, link)
 
 
-def _make_engine(config: EngineConfig, checkpoint: Checkpoint) -> Stepping:
-    from engine.server import make  # where the process makes its own, so that both are the same
-
-    return make(config, checkpoint)
-
-
 def _with_model(engine: EngineConfig, model: str) -> EngineConfig:
     from gateway.banner import shown_name
 
@@ -181,18 +184,17 @@ def _with_model(engine: EngineConfig, model: str) -> EngineConfig:
 
 
 def _link(
-    settings: EngineConfig, checkpoint: Checkpoint, in_process: bool, on_ready: Any, on_down: Any
+    settings: EngineConfig, checkpoint: Checkpoint, early: Early | None, on_ready: Any, on_down: Any
 ) -> Link:
-    if in_process:
+    if early is None:
+        from engine.server import make  # as in the engine's process
         from gateway.local_link import LocalLink
 
-        build = partial(_make_engine, settings, checkpoint)
-        return LocalLink(build, on_ready=on_ready, on_down=on_down)
-    from engine.server import command
+        return LocalLink(partial(make, settings, checkpoint), on_ready=on_ready, on_down=on_down)
     from gateway.socket_link import SocketLink
 
-    made, environment = command(settings)
-    return SocketLink(made, environment=environment, on_ready=on_ready, on_down=on_down)
+    return SocketLink(early.command, environment=early.environment, on_ready=on_ready,
+                      on_down=on_down, early=early)
 
 
 class Slipstream:
@@ -221,12 +223,13 @@ class Slipstream:
     def __enter__(self) -> Slipstream:
         """Load the model; raise BadCheckpoint, or EngineLost with what went wrong."""
         from engine.checkpoint import open_checkpoint
+        from engine.server import make
         from gateway.app import build
         from gateway.inside import Inside
         from gateway.local_link import LocalLink
 
         checkpoint = open_checkpoint(self.engine.model, self.engine.revision)
-        link = LocalLink(partial(_make_engine, self.engine, checkpoint))
+        link = LocalLink(partial(make, self.engine, checkpoint))
         gateway = open_gateway(checkpoint, self.config, self.engine, link, self._parser)
         self._model = gateway.model
         self._inside = Inside(build(gateway))
@@ -350,10 +353,8 @@ def chat(model: str, url: str | None, max_tokens: int, system: str, tools: Path 
         converse(lambda messages: llm.chat(messages, session="chat", **fields), model, system)
 
 
-def _report(model: str) -> Any:
-    from engine.doctor import report
-
-    return report(model)
+def _late(module: str, name: str) -> Any:  # what it names is imported when it is called
+    return lambda *given: getattr(importlib.import_module(module), name)(*given)
 
 
 def _tokenizer(model: str) -> str:
@@ -373,9 +374,10 @@ def _engine_bench(what: str, model: str, device: str, out: Path, **how: Any) -> 
 
 
 cli.add_command(commands.bench(_engine_bench))
-cli.add_command(commands.doctor(_report))
+cli.add_command(commands.doctor(_late("engine.doctor", "report")))
 cli.add_command(commands.tokens(_tokenizer))
 cli.add_command(commands.blocks(_tokenizer))
+cli.add_command(commands.grammar(_late("engine.grammar.explain", "Explainer")))
 cli.add_command(commands.worker(_work))
 
 

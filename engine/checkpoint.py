@@ -25,7 +25,8 @@ from engine.messages import Sampling
 from engine.model_config import BadCheckpoint, ModelConfig, RopeScaling, from_config_json
 
 __all__ = [
-    "BUILTINS", "BadCheckpoint", "Checkpoint", "ModelConfig", "RopeScaling", "open_checkpoint",
+    "BUILTINS", "BadCheckpoint", "Checkpoint", "ModelConfig", "RopeScaling", "local",
+    "open_checkpoint",
 ]
 
 JSON_LIMIT = 256 * 1024 * 1024  # bytes; the largest tokenizers have some 35 MB
@@ -81,8 +82,14 @@ def open_checkpoint(name: str, revision: str | None = None) -> Checkpoint:
                             "Check its permissions, or give another model.") from error
 
 
+def local(name: str) -> bool:
+    """Whether opening the model asks no hub."""
+    path = Path(os.path.expanduser(name))
+    return name in BUILTINS or path.exists() or not hub.HUB_ID.fullmatch(name)
+
+
 def _opened(name: str, path: Path, revision: str | None) -> Checkpoint:
-    if name not in BUILTINS and not path.exists() and hub.HUB_ID.fullmatch(name):
+    if not local(name):
         return _open_folder(name, hub.fetch(name, revision))
     if revision is not None:
         raise BadCheckpoint(f"{name} is no hub id, so it has no revision {revision}. Leave it out.")

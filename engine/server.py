@@ -24,9 +24,9 @@ from types import FrameType
 import msgspec
 
 from engine.attachments import STUCK, UNSENT_LIMIT, Attachments
-from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.checkpoint import BadCheckpoint, Checkpoint, local, open_checkpoint
 from engine.config import EngineConfig
-from engine.context import open_beside
+from engine.context import load_beside, open_beside
 from engine.messages import Stepping
 from engine.progress import shown
 from engine.timeline import Timeline
@@ -103,25 +103,35 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def command(config: EngineConfig) -> tuple[list[str], dict[str, str]]:
-    """The command line (without --socket and --parent) and the environment of an engine process."""
-    # -P and a path of our own: an `engine` folder where the user happens to stand is not ours.
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return (
-        [sys.executable, "-P", "-m", "engine.server",
-         "--config", msgspec.json.encode(config).decode()],
-        {**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
+class Told:
+    """Waits until whoever started this process says to go on, the first time it is called."""
+
+    def __init__(self, after: int | None) -> None:
+        """`after`: where a byte will come; None = go on at once."""
+        self._after = after
+
+    def __call__(self) -> None:
+        """Return, or end this process quietly when nobody is there any more to say it."""
+        if self._after is None:
+            return
+        with open(self._after, "rb", buffering=0) as word:
+            self._after = None
+            if not word.read(1):
+                sys.exit(0)
 
 
 def make(
-    config: EngineConfig, checkpoint: Checkpoint, timeline: Timeline | None = None
-) -> Stepping:
-    """The engine that serves this model; loads torch and the weights, logs who took how long."""
+    config: EngineConfig, checkpoint: Checkpoint, timeline: Timeline | None = None,
+    told: Callable[[], None] = lambda: None,
+) -> Stepping:  # fmt: skip
+    """The engine that serves this model; loads torch and the weights, logs who took how long.
+
+    `told` is called between the two.
+    """
     timeline = timeline or Timeline()
     with timeline.span("torch"):  # late: scripted engines and the gateway's process need none
         from engine.loop import Engine
+    told()
     with shown() as progress:
         engine: Stepping = Engine(config, checkpoint, progress=progress, timeline=timeline)
     # What is alive now lives as long as the process.  A full collection over it took 130 ms, in the
@@ -137,14 +147,25 @@ def main() -> int:
     """`python -m engine.server --socket PATH --config JSON`: serve the configured model."""
     parser = arguments(argparse.ArgumentParser(prog="engine.server", description=__doc__))
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--after", type=int, help="file descriptor: a byte in it says to go on")
     given = parser.parse_args()
     timeline = Timeline.of_process()
     config = msgspec.json.decode(given.config, type=EngineConfig)
     open_beside(config.device, timeline)
+    load_beside(timeline)
+    # Triton keeps only what runs: else a start reads five texts a kernel that nobody looks at.
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+    told = Told(given.after)
 
     def build() -> Stepping:
-        checkpoint = timeline.run("tokenizer", open_checkpoint, config.model, config.revision)
-        return make(config, checkpoint, timeline)
+        try:
+            if not local(config.model):  # to be fetched: once, by who started us
+                told()
+            checkpoint = timeline.run("tokenizer", open_checkpoint, config.model, config.revision)
+        except BadCheckpoint:
+            told()  # who started us has seen it too, and ends us
+            raise
+        return make(config, checkpoint, timeline, told)
 
     return launch(build, given.socket, given.parent)
 

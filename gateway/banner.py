@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import click
-from rich.console import Console
-from rich.table import Column, Table
 
 from gateway.config import GatewayConfig
 
@@ -124,6 +122,9 @@ def shown_host(host: str) -> str:
 
 def settings_table(settings: Iterable[tuple[str, object, str]]) -> None:
     """Print flag, value and source of every setting; a value is never cut."""
+    from rich.console import Console  # late: a server starts without it
+    from rich.table import Column, Table
+
     table = Table("setting", Column("value", overflow="fold"), "from", box=None)
     for flag, value, source in settings:
         table.add_row(flag, str(value), source, style="bold" if source != "default" else "")

@@ -1,4 +1,4 @@
-"""Options of `slipstream bench`, `doctor`, `tokens`, `blocks`.  Measures and shows nothing."""
+"""Options of `slipstream bench`, `doctor`, `tokens`, `blocks`, `grammar`.  Shows nothing itself."""
 
 from __future__ import annotations
 
@@ -186,6 +186,48 @@ def blocks(read: Callable[[str], str]) -> click.Command:
         show_blocks(read(model), prompt.read_text(), before)
 
     return blocks
+
+
+def grammar(explain: Callable[[Any], Any]) -> click.Command:
+    """The command; `explain(checked)` knows what the schema allows: gateway/ compiles none."""
+
+    @click.command()
+    @click.argument("schema", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
+    @click.option("--model", default="smollm2", show_default=True, help="Whose tokens.")
+    @click.option("--strict", is_flag=True,
+                  help="Refuse what cannot be enforced, as `strict: true` of a request does.")
+    @click.option("--check", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                  help="JSONL of instances: one JSON line for each, and nothing else.")
+    @click.option("--lark", is_flag=True, help="Print the grammar that the engine gets.")
+    @click.option("--seed", default=0, show_default=True, help="Of the sample.")
+    def grammar(
+        schema: str, model: str, strict: bool, check: Path | None, lark: bool, seed: int
+    ) -> None:
+        """Show what a JSON SCHEMA lets a model say: keywords, forced text, a random sample.
+
+        SCHEMA is a file, or - for standard input: a schema, an OpenAI tool, or a response_format.
+        A keyword is enforced, dropped (the grammar allows more; finished arguments are checked for
+        it), or ignored (it allows everything to any validator).
+
+        With --check a line is {"line": 1, "accepted": true}, or with "accepted": false the
+        character it fails at and what was expected there.  Keys are expected in the schema's order.
+
+        \b
+        Examples:
+          slipstream grammar tool.json
+          slipstream grammar tool.json --strict --check calls.jsonl
+          echo '{"type": "integer", "minimum": 7}' | slipstream grammar - --lark
+        """
+        from gateway import poke_grammar
+
+        if check is not None:
+            poke_grammar.show_checks(schema, explain, check, strict=strict)
+        elif lark:
+            poke_grammar.show_lark(schema, explain, strict=strict)
+        else:
+            poke_grammar.show_grammar(schema, explain, model, strict=strict, seed=seed)
+
+    return grammar
 
 
 def doctor(report: Callable[[str], Any]) -> click.Command:

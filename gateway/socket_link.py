@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.messages import Hello
+from gateway.early import Early
 from gateway.supervision import Lives, Supervision
 from gateway.wire import DIED, STOPPING, WireLink
 
@@ -37,13 +38,16 @@ class SocketLink(WireLink):
         environment: Mapping[str, str] | None = None,
         on_ready: Callable[[Hello], None] | None = None,
         on_down: Callable[[str], None] | None = None,
+        early: Early | None = None,
     ) -> None:
         """`environment` of the process; None = ours.  `on_ready` is called for each engine that is
         ready, `on_down` once, with why, when no further restart will be tried; both from the event
-        loop, soon after, so that what they raise harms nobody."""
+        loop, soon after, so that what they raise harms nobody.  `early` is the first process, where
+        it runs already."""
         self._rules = supervision or Supervision()
         super().__init__(self._rules.rerun_s, on_ready)
-        self.process: Process | None = None
+        self.process: Process | Early | None = None
+        self._early = early
         self._command = tuple(command)
         self._environment = environment
         self._on_down = on_down
@@ -58,7 +62,8 @@ class SocketLink(WireLink):
 
     async def start(self) -> None:
         """Start the supervisor; return at once."""
-        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-"))  # mode 0700
+        self._folder = (Path(tempfile.mkdtemp(prefix="slipstream-"))  # mode 0700
+                        if self._early is None else self._early.folder)
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise())
 
     async def stop(self) -> None:
@@ -96,16 +101,10 @@ class SocketLink(WireLink):
 
     async def _one_life(self) -> str:
         """Start a process, connect, watch until it ends; return why it ended."""
-        path = self.path
-        path.unlink(missing_ok=True)
-        # Its own process group: Ctrl-C in the terminal reaches the gateway only, which then drains.
-        process = self.process = await asyncio.create_subprocess_exec(
-            *self._command, "--socket", str(path), "--parent", str(os.getpid()),
-            start_new_session=True, env=self._environment,
-        )
+        process = self.process = await self._begun()
         self._heard = time.monotonic()
         exited = asyncio.ensure_future(process.wait())
-        watch = asyncio.ensure_future(self._watch(path))
+        watch = asyncio.ensure_future(self._watch(self.path))
         why = ""
         try:
             await asyncio.wait({exited, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +117,20 @@ class SocketLink(WireLink):
             first = signal.SIGABRT if why.startswith(SILENT) else signal.SIGTERM
             code = await self._end(process, exited, first)
         return why or f"exit code {code}"
+
+    async def _begun(self) -> Process | Early:
+        """A process that makes an engine."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.go()
+            return early
+        path = self.path
+        path.unlink(missing_ok=True)
+        # Its own process group: Ctrl-C in the terminal reaches the gateway only, which then drains.
+        return await asyncio.create_subprocess_exec(
+            *self._command, "--socket", str(path), "--parent", str(os.getpid()),
+            start_new_session=True, env=self._environment,
+        )
 
     async def _watch(self, path: Path) -> str:
         """Connect, wait for Hello, then look at the heartbeat; return what is wrong."""
@@ -134,7 +147,9 @@ class SocketLink(WireLink):
         """Whether somebody waits for the engine: only then its silence counts."""
         return bool(self._boxes.running())
 
-    async def _end(self, process: Process, exited: asyncio.Future[int], first: int) -> int:
+    async def _end(
+        self, process: Process | Early, exited: asyncio.Future[int], first: int
+    ) -> int:
         """Make sure that the process is gone, by `first` and then SIGKILL; its exit code."""
         for number in (first, signal.SIGKILL):
             # A dying process closes its socket before it can be waited for: no signal needed then.

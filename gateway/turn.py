@@ -284,11 +284,19 @@ class Turn:
             prompt = self._parts[choice.index // self._n].prompt
             if choice.kept is None or not choice.calls:
                 self._gateway.prompts.remember(prompt, choice.ids, choice.kept)
-            for name, arguments in choice.calls:
-                complaint = self._plan.complaint(name, arguments) if self._plan else ""
-                self._gateway.metrics.tool_call(not complaint)
+            self._count(choice.calls)
         self._note_session()
         self._finished(self.choices[0].finish)
+
+    def _count(self, calls: list[tuple[str, str]]) -> None:
+        """Count the calls; a thread judges those whose schema was not enforced in full."""
+        count = self._gateway.metrics.tool_call
+        if self._plan is None or not self._plan.relaxed:
+            for _ in calls:
+                count()
+        elif calls:
+            judging = asyncio.get_running_loop().run_in_executor(None, self._plan.judged, calls)
+            judging.add_done_callback(lambda done: [count(valid) for valid in done.result()])
 
     def _note_session(self) -> None:
         session = self._session

@@ -26,6 +26,7 @@ from engine.messages import Hello, ToGateway
 from gateway.auth import load_secret
 from gateway.config import GatewayConfig
 from gateway.drain import FAREWELL_S
+from gateway.early import Early
 from gateway.metrics import EngineTotals
 from gateway.sheet import EngineView, Sheet
 from gateway.socket_link import SocketLink
@@ -50,10 +51,10 @@ class EngineKeeper(SocketLink):
 
     def __init__(
         self, program: Program, sheet: Sheet, rules: Supervision,
-        on_ready: Callable[[Hello], None], on_down: Callable[[str], None],
+        on_ready: Callable[[Hello], None], on_down: Callable[[str], None], early: Early | None,
     ) -> None:
         super().__init__(program.command, rules, environment=program.environment,
-                         on_ready=on_ready, on_down=on_down)
+                         on_ready=on_ready, on_down=on_down, early=early)
         self._sheet = sheet
         self._totals = EngineTotals()
         self._tell()
@@ -100,11 +101,13 @@ class Workers:
         settings: bytes = b"",
         rules: Supervision | None = None,
         on_ready: Callable[[Hello], None] | None = None,
+        early: Early | None = None,
     ) -> None:
         """One worker for each of `sockets`, which `http.bind_shared` gave and which become theirs.
 
         `worker` is run with `--control FD` and finds `settings` in its Start.  `on_ready` is called
-        when the engine and, the first time, all workers are ready.  Raise ConfigError.
+        when the engine and, the first time, all workers are ready.  `early` is the engine's first
+        process, where it runs already.  Raise ConfigError.
         """
         self.failed = ""  # why the server gave up
         self.restarts = 0  # of workers
@@ -119,7 +122,7 @@ class Workers:
         self._on_ready = on_ready
         self._sheet = Sheet.make(len(sockets))
         self.link = EngineKeeper(engine, self._sheet, self._rules, self._engine_ready,
-                                  self.give_up)
+                                  self.give_up, early)
         self._running: dict[int, _Running] = {}
         self._served: set[int] = set()  # workers that have listened at least once
         self._proven: set[int] = set()  # and had an engine

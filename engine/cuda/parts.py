@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from cache.pages import Pages
 from engine.config import BadConfig
+from engine.cuda.done import Done
 from engine.cuda.runner import SPLITS, CudaRunner, Most
 from engine.kernels.attention_plan import LINES
 from engine.memory import profile
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from engine.models import Model
     from engine.proposer import DeviceDraft
     from engine.timeline import Timeline
+
+log = logging.getLogger("engine.cuda.parts")
 
 GRAPHS = 1 << 30  # bytes kept for captured graphs and what kernels load later
 KINDS = (torch.bfloat16, torch.float32)
@@ -52,13 +56,31 @@ def compile_kernels(
 
     Of `model` only shapes and dtypes are looked at ("meta" tensors do), so that this can be done
     while the weights are on their way.  Takes and gives back the memory of a runner's buffers.
+    After a start that compiled everything only what is launched at once is loaded.
     """
     most = Most(config.max_batch_tokens, config.max_sequences, max_len, drafts)
     pages = Pages(
         shape.layers, PROBE + 1, size, shape.kv_heads, shape.head_dim, dtype, device
     )
+    done = Done.of(device, type(model).__qualname__, shape, most, size, dtype)
     with suppress(torch.OutOfMemoryError):  # the weights came first: sizing the pages will tell
-        CudaRunner(model, shape, pages, most).compile(stop)
+        runner = CudaRunner(model, shape, pages, most)
+        if done.noted() and _loaded(runner, stop):
+            return
+        runner.compile(stop)
+        if not stop.is_set():
+            done.note()
+
+
+def _loaded(runner: CudaRunner, stop: Event) -> bool:
+    """Whether loading what a start needs was enough; if that goes wrong, everything is compiled."""
+    try:
+        return runner.load(stop)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        log.exception("kernels could not be loaded as after an earlier start")
+        return False
 
 
 def sized_runner(

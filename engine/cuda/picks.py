@@ -192,6 +192,11 @@ class Picks:
         else:
             library(x, weight, out, add=residual is not None)
 
+    def known(self, group: str, rows: int) -> bool:
+        """Whether `tune` has nothing to measure."""
+        return all((self._meant(key, rows), rows) in self._chosen
+                   for key in self._weights.get(group, {}))
+
     def tune(self, group: str, rows: int) -> None:
         """Make sure that every noted product of the group has its pick for `rows` rows."""
         if self.device.type != "cuda":
@@ -257,7 +262,7 @@ class Picks:
         try:
             self._store.parent.mkdir(parents=True, exist_ok=True)
             part = self._store.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({"device": _stamp(self.device), "picks": rows}))
+            part.write_text(json.dumps({"device": stamp(self.device), "picks": rows}))
             part.replace(self._store)
             self._changed = False
         except OSError as error:
@@ -267,7 +272,7 @@ class Picks:
         """Take what a store says of this device; a damaged one is measured anew."""
         try:
             found = json.loads(store.read_text())
-            if found["device"] != _stamp(self.device):
+            if found["device"] != stamp(self.device):
                 return
             for columns, depth, epilogue, kind, count, shape, took in found["picks"]:
                 key = (columns, depth, epilogue, kind)
@@ -288,7 +293,7 @@ def store_path() -> Path | None:
     return cache / "slipstream/picks.json"
 
 
-def _stamp(device: torch.device) -> str:
+def stamp(device: torch.device) -> str:
     """What a measurement is true for: the device, its libraries, what was there to choose from."""
     name = torch.cuda.get_device_name(device)
     choice = hashlib.sha256(repr(CANDIDATES).encode()).hexdigest()[:16]

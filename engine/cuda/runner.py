@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ from engine.cuda.picks import Picks, overlapping, store_path
 from engine.cuda.plain import plain
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
-from engine.cuda.warming import FILTERED, Bucket, Forwarded, every, ordered
+from engine.cuda.warming import FILTERED, Bucket, Drawn, Forwarded, every, ordered, rare
 from engine.drafting import guess
 from engine.kernels.attention_plan import SHORT, short_tile
 from engine.kernels.decode_attention import DecodeScratch
@@ -40,8 +41,6 @@ from engine.kernels.sampler_tables import refusal
 from engine.runner import Flight
 
 if TYPE_CHECKING:
-    from threading import Event
-
     from cache.pages import Pages
     from engine.messages import Submit
     from engine.model_config import ModelConfig
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
+LOADERS = 2  # threads that load kernels: more would wait for Python's lock, and make others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class CudaRunner:
         self._graphs = Graphs(capture and head is None)
         self._flights: deque[CudaFlight] = deque()
         self._later: deque[Bucket] = deque()  # to be captured when nobody waits
+        self._rare: deque[Bucket] = deque()  # and then to be run once, which loads their kernels
         with torch.inference_mode(), self._on_stream():
             self._make(shape)
         if head is not None:
@@ -282,6 +283,28 @@ class CudaRunner:
                 self._visit(bucket)
 
     @torch.inference_mode()
+    def load(self, stop: Event | None = None) -> bool:
+        """Load what a start launches, if all of that is in Triton's cache; whether it was.
+
+        For a start after one that compiled everything.  Loading takes Python's lock, which weights
+        want too, so other kernels come when the engine is idle, or at their first use.
+        """
+        if not all(self.picks.known(*product) for product in self._products()):
+            return False
+        self._keep()
+        missed, steps, draws = Event(), self.forward.sizes, self.settling.sizes
+        first = ordered(steps, draws)[0]
+        first += [Forwarded(steps[-1], True), Drawn(draws[-1], FILTERED, True)]  # as in `largest`
+        with (
+            self._on_stream(), compiling(LOADERS, self.device, stop, missed), self._graphs.dry(),
+        ):  # fmt: skip
+            for bucket in first:
+                if missed.is_set():
+                    break
+                self._visit(bucket)
+        return not missed.is_set()
+
+    @torch.inference_mode()
     def warm(self, timeline: Timeline) -> None:
         """Pick products, capture the first buckets; `timeline` gets a span for each of these.
 
@@ -293,27 +316,37 @@ class CudaRunner:
                 for group, size in self._products():
                     self.picks.tune(group, size)
                 self.picks.save()
-            if self._stream is not None:
-                self.forward.keep(lambda size: self.picks.cost("layer", size))
+            self._keep()
             with timeline.span("graphs"):
                 first, later = ordered(self.forward.sizes, self.settling.sizes)
                 for wanted in first:
                     self._visit(wanted)
                 self._later += later
+                self._rare += rare(self.settling.sizes)
                 if self._stream is not None:
                     self._stream.synchronize()
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """See StepRunner: capture one bucket."""
-        if not self._later:
+        """See StepRunner: capture one bucket, or load what one needs that few requests want."""
+        if not (self._later or self._rare):
             return False
         try:
             with self._on_stream():
-                self._visit(self._later.popleft())
+                if self._later:
+                    self._visit(self._later.popleft())
+                else:
+                    with self._graphs.dry():
+                        self._visit(self._rare.popleft())
         except torch.OutOfMemoryError:  # what is left is tried again where a step needs it
             self._later.clear()
-        return bool(self._later)
+            self._rare.clear()
+        return bool(self._later or self._rare)
+
+    def _keep(self) -> None:
+        """Use the sizes of a step that measured products make worth it."""
+        if self._stream is not None:
+            self.forward.keep(lambda size: self.picks.cost("layer", size))
 
     def _products(self) -> list[tuple[str, int]]:
         """Groups of products, and the rows that they are run with."""

@@ -66,11 +66,16 @@ def every(forwards: Sequence[int], draws: Sequence[int]) -> list[Bucket]:
     Draws with bias, penalties or logprobs are captured at their first use only.
     """
     first, later = ordered(forwards, draws)
-    rare: list[Bucket] = [
+    return [*first, *later, *rare(draws)]
+
+
+def rare(draws: Sequence[int]) -> list[Bucket]:
+    """Draws that few requests want, at one size: their kernels are those of every size."""
+    return [
         Drawn(draws[0], Needs(shaped, filters, logprobs), masked)
         for shaped, filters, logprobs, masked in product((False, True), repeat=4)
+        if shaped or logprobs
     ]
-    return [*first, *later, *rare]
 
 
 def _powers(sizes: Sequence[int]) -> set[int]:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from engine.grammar.formats import NARROWED
 from engine.grammar.verdict import Document, Node
 from engine.grammar.verdict import ref as ref_to
 
 PATTERN_LIMIT = 4_096  # characters of one pattern
+DIVISOR_LIMIT = 100_000  # a `multipleOf`: llguidance needs 0.7 s there, with its square
+PAIRS_LIMIT = 20_000  # of `oneOf` alternatives in a schema, all told apart by llguidance: 0.05 s
+REQUIRED_LIMIT = 2_000  # names; llguidance's time grows with their square
 OPTIONAL_LIMIT = 900  # of one object: above 1,000 the matcher's own limit ends the request instead
 
 MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -92,6 +97,8 @@ class Cleaner:
         self._strict = strict
         self._dropped = dropped
         self._anchors: dict[str, str] = {}
+        self._pairs = 0  # of alternatives that must be told apart
+        self._resources: list[str] = []  # pointers of subschemas with an `$id`
         self._document = Document({}, {}, {}, {})
 
     def run(self) -> Document:
@@ -100,14 +107,20 @@ class Cleaner:
         while stack:
             pointer, source, target = stack.pop()
             self._document.nodes[pointer] = target
-            if isinstance(source.get("$anchor"), str):
+            if pointer and "$id" in source:
+                self._resources.append(pointer)
+            if isinstance(source.get("$anchor"), str) and not self._elsewhere(pointer):
                 self._anchors["#" + source["$anchor"]] = "#" + pointer
             below: list[tuple[str, Node, Node]] = []
             for key, value in source.items():
                 if self._keeps(pointer, source, key):
                     target[key] = self._copy(pointer, key, value, below)
+                elif key == "oneOf" and "anyOf" not in source:
+                    target["anyOf"] = self._copy(pointer, "anyOf", value, below)
             self._document.children[pointer] = [entry[0] for entry in below]
             stack += reversed(below)  # so that the first fault in reading order is the one reported
+        for node in self._document.nodes.values():  # only now are all of them filled
+            _narrow(node)
         self._check_refs()
         return self._document
 
@@ -128,34 +141,61 @@ class Cleaner:
 
     def _keeps(self, pointer: str, node: Node, key: str) -> bool:
         """Whether the keyword goes into the grammar; one that should but cannot is dropped."""
-        why = ""
-        if key in _REFUSED:
-            means = node[key] not in _REFUSED[key]
-            if means and (key not in _NEEDS or any(other in node for other in _NEEDS[key])):
-                why = "it cannot be enforced"
-        elif key == "$id":
-            why = "only the root may have one" if pointer else ""
-        elif key == "pattern" and len(node[key]) > PATTERN_LIMIT:
-            raise _too_large(pointer, key, f"more than {PATTERN_LIMIT:,} characters")
-        elif (
-            key == "properties" and len(node[key]) - len(node.get("required", ())) > OPTIONAL_LIMIT
-        ):
-            raise _too_large(pointer, key, f"more than {OPTIONAL_LIMIT:,} optional properties")
-        elif key == "format" and node[key] not in _FORMATS:
-            why = f"the format {node[key][:40]!r} is unknown" if _may_be(node, "string") else ""
-        elif key in ("exclusiveMinimum", "exclusiveMaximum") and _leaks(node, key):
-            why = "an excluded whole number cannot be kept out of a range narrower than 1"
-        elif key in ENFORCED:
-            return not (key == "additionalProperties" and node[key] is True)
+        if key in ENFORCED:
+            _check_size(pointer, node, key)
+            why = self._weakness(node, key)
+            if not why:
+                return not _says_nothing(node, key)
+        elif key in _REFUSED and node[key] not in _REFUSED[key]:
+            alone = key in _NEEDS and not any(other in node for other in _NEEDS[key])
+            why = "" if alone else "it cannot be enforced"
+        else:
+            why = ""
         if why:
             drop(self._dropped, self._strict, pointer, key, why)
         return False
 
+    def _weakness(self, node: Node, key: str) -> str:
+        """Why llguidance would take the keyword and not enforce it, or take too long; mostly ""."""
+        value = node[key]
+        match key:
+            case "format" if value not in _FORMATS and _may_be(node, "string"):
+                return f"the format {value[:40]!r} is unknown"
+            case "exclusiveMinimum" | "exclusiveMaximum" if _leaks(node, key):
+                return "an excluded whole number cannot be kept out of a range narrower than 1"
+            case "multipleOf" if _coefficient(value) > DIVISOR_LIMIT:
+                return "the number is too large"
+            case "oneOf" if self._too_many_pairs(len(value)):
+                return "there are too many alternatives to tell apart"
+            case "minProperties" if value > max(1, len(set(node.get("required", ())))):
+                return "a key that is written twice would count twice"
+        return ""
+
+    def _too_many_pairs(self, count: int) -> bool:
+        self._pairs += count * (count - 1) // 2
+        return self._pairs > PAIRS_LIMIT
+
+    def _elsewhere(self, pointer: str) -> bool:
+        """Whether references at this place, and names given there, belong to an `$id` of its own.
+
+        Such an `$id` means nothing else, and nothing at all where there are none.
+        """
+        return any(pointer == at or pointer.startswith(at + "/") for at in self._resources)
+
     def _check_refs(self) -> None:
+        base = str(self._schema.get("$id", "")).partition("#")[0]
         for pointer, node in self._document.nodes.items():
             if "$ref" not in node:
                 continue
-            ref: str = self._anchors.get(node["$ref"]) or node["$ref"]
+            if self._elsewhere(pointer):
+                why = "an '$id' above it changes what it refers to"
+                drop(self._dropped, self._strict, pointer, "$ref", why)
+                del node["$ref"]
+                continue
+            ref: str = node["$ref"]
+            if base and ref.partition("#")[0] == base:
+                ref = "#" + ref.partition("#")[2]
+            ref = self._anchors.get(ref) or ref
             if not ref.startswith("#"):
                 raise bad_ref(pointer, "points outside the schema; nothing is ever fetched")
             target = unquote(ref[1:])
@@ -165,6 +205,16 @@ class Cleaner:
             self._document.refs[pointer] = target
 
 
+def _narrow(node: Node) -> None:
+    """Put what a format also means beside it; does nothing the second time."""
+    for keyword, wanted in NARROWED.get(node.get("format", ""), {}).items():
+        has = node.setdefault(keyword, wanted)
+        if keyword == "maxLength":
+            node[keyword] = min(has, wanted)
+        elif has != wanted and {keyword: wanted} not in node.get("allOf", ()):
+            node["allOf"] = [*node.get("allOf", ()), {keyword: wanted}]
+
+
 def bad_ref(pointer: str, what: str) -> BadSchema:
     return BadSchema("invalid_schema", f"at {pointer or '/'}: '$ref' {what}", pointer, "$ref")
 
@@ -172,6 +222,42 @@ def bad_ref(pointer: str, what: str) -> BadSchema:
 def _too_large(pointer: str, keyword: str, what: str) -> BadSchema:
     message = f"at {pointer or '/'}: {keyword!r} has {what}. Make it smaller."
     return BadSchema("invalid_schema", message, pointer, keyword)
+
+
+def _coefficient(number: float) -> int:
+    """The digits of a decimal number as a whole number; 1 for powers of ten."""
+    exact = Decimal(repr(number)) if isinstance(number, float) else Decimal(number)
+    digits = exact.as_tuple().digits
+    found = int("".join(map(str, digits[:20])))
+    return 1 if str(found).rstrip("0") == "1" else found
+
+
+def divisor_work(number: float) -> int:
+    """How many subschemas take as long to compile as this `multipleOf`."""
+    found = _coefficient(number)
+    return found * found // 2_000_000 if found <= DIVISOR_LIMIT else 0
+
+
+def _check_size(pointer: str, node: Node, key: str) -> None:
+    size = len(node[key]) if key in ("pattern", "required", "properties") else 0
+    if key == "pattern" and size > PATTERN_LIMIT:
+        raise _too_large(pointer, key, f"more than {PATTERN_LIMIT:,} characters")
+    if key == "required" and size > REQUIRED_LIMIT:
+        raise _too_large(pointer, key, f"more than {REQUIRED_LIMIT:,} names")
+    if key == "properties" and size - len(node.get("required", ())) > OPTIONAL_LIMIT:
+        raise _too_large(pointer, key, f"more than {OPTIONAL_LIMIT:,} optional properties")
+
+
+def _says_nothing(node: Node, key: str) -> bool:
+    """Whether an enforced keyword allows everything, or what others beside it allow."""
+    match key:
+        case "format":
+            return node[key] not in _FORMATS
+        case "additionalProperties":
+            return node[key] is True
+        case "minProperties":
+            return bool(node[key] <= len(set(node.get("required", ()))))
+    return False
 
 
 def _may_be(node: Node, kind: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal
 
@@ -23,10 +24,12 @@ from engine.grammar.clean import (
     Cleaner,
     Dropped,
     bad_ref,
+    divisor_work,
     drop,
     escape,
 )
 from engine.grammar.verdict import Document, Judge, Node, embed
+from engine.grammar.wellformed import TYPES, anchor, well_formed
 
 __all__ = ["BadSchema", "Checked", "Dropped", "check", "embed", "measure"]
 
@@ -36,6 +39,16 @@ ENUM_LIMIT = 10_000  # values in all enums together
 TEXT_LIMIT = 500_000  # characters of names and values together
 
 _DROPS = 32  # keywords that llguidance may be asked to find in one schema
+
+
+_MEANT = {  # names of other languages, as tool lists and benchmarks write them
+    "dict": "object", "map": "object", "struct": "object", "hashmap": "object",
+    "list": "array", "tuple": "array", "set": "array", "arraylist": "array",
+    "float": "number", "double": "number", "decimal": "number",
+    "int": "integer", "long": "integer", "short": "integer", "byte": "integer",
+    "str": "string", "char": "string", "text": "string", "date": "string", "datetime": "string",
+    "bool": "boolean", "none": "null", "nil": "null", "nonetype": "null", "undefined": "null",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +70,22 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     measure(schema)
     if not isinstance(schema, dict):
         raise BadSchema("invalid_schema", "A schema must be a JSON object.", "", "type")
-    modern = _modern(schema)
-    _meta_check(modern)
+    written = modern(schema)
+    _meta_check(written)
     if root == "object":
-        modern = _object_root(modern)
+        written = _object_root(written)
     dropped: list[Dropped] = []
-    document = Cleaner(modern, strict, dropped).run()
+    document = Cleaner(written, strict, dropped).run()
     _check_cycles(document)
     settled = _settle(document, strict, root, dropped)
     return Checked(settled, tuple(dropped))
 
 
 def measure(schema: object) -> int:
-    """Count arrays and objects; refuse what is too deep or large before recursion meets it."""
+    """Count arrays and objects; refuse what is too deep or large before recursion meets it.
+
+    A `multipleOf` counts as many as take the time that llguidance needs for it.
+    """
     nodes = values = text = 0
     stack: list[tuple[object, int, str]] = [(schema, 1, "")]
     while stack:
@@ -86,8 +102,8 @@ def measure(schema: object) -> int:
                 stack.extend((below, depth + 1, "") for below in value)
         elif isinstance(value, str):
             text += len(value) if key not in ("description", "title", "$comment") else 0
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise BadSchema("invalid_schema", "A schema may hold only finite numbers.")
+        elif isinstance(value, int | float):
+            nodes += _number_work(key, value)
         if nodes > NODE_LIMIT or len(stack) > 20 * NODE_LIMIT:
             raise _too_big("large", f"{NODE_LIMIT:,} objects and arrays")
         if values > ENUM_LIMIT:
@@ -97,12 +113,21 @@ def measure(schema: object) -> int:
     return nodes
 
 
+def _number_work(key: str, value: float) -> int:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadSchema("invalid_schema", "A schema may hold only finite numbers.")
+    return divisor_work(value) if key == "multipleOf" and not isinstance(value, bool) else 0
+
+
 def _too_big(how: str, limit: str) -> BadSchema:
     return BadSchema("invalid_schema", f"The schema is too {how}: at most {limit}. Split it.")
 
 
-def _modern(schema: Node) -> Node:
-    """A copy down to the subschemas, with draft-07's `items: [...]` written as `prefixItems`."""
+def modern(schema: Node) -> Node:
+    """A copy down to the subschemas, in the words of draft 2020-12.
+
+    Draft-07's `items: [...]` becomes `prefixItems`; its `$id: "#name"` becomes an `$anchor`.
+    """
     root: Node = {}
     stack: list[tuple[Node, Node]] = [(schema, root)]
     while stack:
@@ -113,6 +138,10 @@ def _modern(schema: Node) -> Node:
                 key = "prefixItems"
             elif tuple_form and key == "additionalItems":
                 key = "items"
+            elif key == "$id" and isinstance(value, str) and value.startswith("#"):
+                key, value = "$anchor", value[1:]
+                if not anchor(value):
+                    continue  # "#/properties/x", as a generator writes it: refers to nothing
             target[key] = _copied(key, value, stack)
     return root
 
@@ -128,7 +157,10 @@ def _copied(key: str, value: Any, stack: list[tuple[Node, Node]]) -> Any:
         return copy
 
     if key in MAPS and isinstance(value, dict):
-        return {name: later(part) for name, part in value.items()}
+        named = key in ("$defs", "definitions")  # a reference needs a subschema to lead to
+        return {
+            name: later({} if named and part is True else part) for name, part in value.items()
+        }
     if key in LISTS and isinstance(value, list):
         return [later(part) for part in value]
     return later(value) if key in SINGLES else value
@@ -141,6 +173,8 @@ def _meta() -> Draft202012Validator:
 
 
 def _meta_check(schema: Node) -> None:
+    if well_formed(schema):
+        return
     try:
         error = best_match(_meta().iter_errors(schema))
     except RecursionError:
@@ -152,12 +186,25 @@ def _meta_check(schema: Node) -> None:
     keyword = path[-1] if path else ""
     value = repr(error.instance)
     shown = value if len(value) <= 60 else value[:60] + "..."
+    hint = _meant(error.instance) if "type" in path[-2:] else ""
     raise BadSchema(
         "invalid_schema",
-        f"at {pointer or '/'}: {keyword!r} may not be {shown} in JSON Schema draft 2020-12",
+        f"at {pointer or '/'}: {keyword!r} may not be {shown} in JSON Schema draft 2020-12.{hint}",
         pointer,
         keyword,
     )
+
+
+def _meant(value: object) -> str:
+    """What somebody may have meant by a `type` that JSON Schema does not have, as a sentence."""
+    for word in value if isinstance(value, list) else [value]:
+        if isinstance(word, str) and word not in TYPES:
+            name = word.lower()
+            if name == "any":
+                return " Leave 'type' out to allow anything."
+            near = [_MEANT[name]] if name in _MEANT else get_close_matches(name, TYPES, 1)
+            return f" Did you mean {near[0]!r}?" if near else f" Use one of {', '.join(TYPES)}."
+    return ""
 
 
 def _object_root(schema: Node) -> Node:
@@ -193,13 +240,16 @@ def _check_cycles(document: Document) -> None:
 def _settle(document: Document, strict: bool, root: str, dropped: list[Dropped]) -> Node:
     """The schema without what llguidance still refuses."""
     judge = Judge()
-    for _ in range(_DROPS):
-        found = judge.fault(document)
-        if found is None:
+    left = _DROPS
+    while left > 0:
+        faults = judge.faults(document, 1 if strict else left)
+        if not faults:
             return document.root
-        pointer, keyword = found
-        drop(dropped, strict, pointer, keyword or "*", "it cannot be enforced as it stands here")
-        _leave_out(document.nodes[pointer], keyword)
+        for pointer, keyword in faults:
+            why = "it cannot be enforced as it stands here"
+            drop(dropped, strict, pointer, keyword or "*", why)
+            _leave_out(document.nodes[pointer], keyword)
+        left -= len(faults)
         if root == "object":
             document.root["type"] = "object"
         document = Cleaner(document.root, strict, dropped).run()  # some parts are gone
@@ -212,9 +262,12 @@ def _leave_out(node: Node, keyword: str) -> None:
     if keyword == "":
         node.clear()
         return
-    value = node.pop(keyword)
-    if keyword == "oneOf" and "anyOf" not in node:
-        node["anyOf"] = value
+    if keyword == "oneOf" and "anyOf" not in node:  # in its place: that orders the output's keys
+        whole = {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
+        node.clear()
+        node.update(whole)
+        return
+    del node[keyword]
     if keyword in ("properties", "patternProperties"):
         node.pop("additionalProperties", None)
     if keyword == "prefixItems":

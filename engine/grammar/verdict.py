@@ -2,7 +2,7 @@
 
 llguidance says what it cannot enforce but not where.  Every subschema can be judged alone by a
 `$ref` to it, so the fault is found by going down to the smallest subschema that is refused, and
-there by leaving out one keyword at a time.
+there by leaving out one keyword at a time.  A search finds the faults of all subschemas at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
@@ -50,48 +51,79 @@ class Document:
     refs: dict[str, str]  # pointer of a subschema with a `$ref` -> pointer that it leads to
 
 
+@dataclass(slots=True)
+class _Refused:
+    """A subschema that is refused, on the way down to why."""
+
+    pointer: str
+    below: Iterator[str]  # subschemas that were not looked at yet
+    excused: bool = False  # by one below it that is refused
+
+
 class Judge:
-    """Finds the faults of a document, one at a time; all its searches share one budget."""
+    """Finds the faults of a document; all its searches share one budget."""
 
     def __init__(self) -> None:
         self._left = _WORK
+        self._fine: set[str] = set()  # texts of subschemas without references, found enforceable
 
-    def fault(self, document: Document) -> tuple[str, str] | None:
-        """(pointer, keyword) that keeps the document from being enforced, or None when it can be.
+    def faults(self, document: Document, most: int) -> list[tuple[str, str]]:
+        """(pointer, keyword) of what keeps the document from being enforced; none when it can be.
 
-        The keyword is empty when no single one is at fault, or when the search took too long.
+        At most `most` of them: more may be found once these are gone.  A keyword is empty when no
+        single one is at fault, or when the search took too long.
         """
-        return self._search(document) if refusal(embed(document.root)) else None
+        return self._search(document, most) if refusal(embed(document.root)) else []
 
-    def _search(self, document: Document) -> tuple[str, str]:
+    def _search(self, document: Document, most: int) -> list[tuple[str, str]]:
         # Meanwhile the references lead to where the document sits while its parts are judged.
         holders = [node for node in document.nodes.values() if "$ref" in node]
         for node in holders:
             node["$ref"] = _HOLD + node["$ref"][1:]
         try:
-            at = self._smallest(document)
-            return at, self._keyword(document, at)
+            return [
+                (at, self._keyword(document, at))
+                for at in islice(self._smallest(document), most)
+            ]
         finally:
             for node in holders:
                 node["$ref"] = "#" + node["$ref"][len(_HOLD) :]
 
     def _refused(self, document: Document, pointer: str) -> bool:
         """Whether the subschema is refused on its own; False when the work allowed is used up."""
-        text = json.dumps({"$defs": {"r": document.root}, "$ref": _HOLD + ref(pointer)[1:]})
+        text = json.dumps(document.nodes[pointer])
+        alone = '"$ref"' not in text
+        if text in self._fine:
+            return False
+        if not alone:
+            text = json.dumps({"$defs": {"r": document.root}, "$ref": _HOLD + ref(pointer)[1:]})
         self._left -= len(text) + 1_000
-        return self._left > 0 and bool(refusal(text))
+        if self._left <= 0:
+            return False
+        refused = bool(refusal(text))
+        if alone and not refused:
+            self._fine.add(text)
+        return refused
 
-    def _smallest(self, document: Document) -> str:
-        at, seen = "", {""}
-        while True:
-            for below in _below(document, at):
-                if below not in seen:
-                    seen.add(below)
-                    if self._refused(document, below):
-                        at = below
+    def _smallest(self, document: Document) -> Iterator[str]:
+        """The subschemas that are refused though nothing below them is, in reading order."""
+        seen = {"": True}  # pointer -> whether it is refused
+        path = [_Refused("", _below(document, ""))]  # each is below the one before it
+        while path:
+            here = path[-1]
+            for below in here.below:
+                known = below in seen
+                if not known:
+                    seen[below] = self._refused(document, below)
+                if seen[below] and not any(below == above.pointer for above in path):
+                    here.excused = True
+                    if not known:
+                        path.append(_Refused(below, _below(document, below)))
                         break
             else:
-                return at
+                path.pop()
+                if not here.excused:
+                    yield here.pointer
 
     def _keyword(self, document: Document, pointer: str) -> str:
         node = document.nodes[pointer]

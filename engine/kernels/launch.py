@@ -64,23 +64,26 @@ def library(x: Tensor, w: Tensor, out: Tensor, *, add: bool = False) -> None:
 
 @contextmanager
 def compiling(
-    threads: int, device: torch.device, stop: Event | None = None
+    threads: int, device: torch.device, stop: Event | None = None, missed: Event | None = None
 ) -> Iterator[None]:
     """Within it this thread's kernels are compiled and not run; all are loaded when it ends.
 
     On a GPU, that is.  A kernel that cannot be compiled or loaded is passed over here; its launch
-    will say why.  `stop`, once set, has everything passed over that was not begun.
+    will say why.  `stop`, once set, has everything passed over that was not begun.  So has
+    `missed`, which is set when a kernel was not in Triton's cache: for who only wants to load.
     """
+    ends = [event for event in (stop, missed) if event is not None]
+
     def begin() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of a pool's thread: where its kernels are loaded
 
-    workers = Workers(min(MOST_WORKERS, threads // 2) if own_process() else 0)
+    workers = Workers(min(MOST_WORKERS, threads // 2) if own_process() and missed is None else 0)
     with (
         closing(workers),
         ThreadPoolExecutor(threads, initializer=begin) as pool,
-        _heard(workers.start),
-        triton.AsyncCompileMode(_Loading(pool, workers, stop or Event()), ignore_errors=True),
+        _heard(workers.start, ENOUGH) if missed is None else _heard(missed.set, 1),
+        triton.AsyncCompileMode(_Loading(pool, workers, ends), ignore_errors=True),
     ):
         token = _named.set(set())
         try:
@@ -90,15 +93,15 @@ def compiling(
 
 
 @contextmanager
-def _heard(missed: Callable[[], None]) -> Iterator[None]:
-    """Call `missed`, once or more often, when ENOUGH kernels were not in Triton's cache."""
+def _heard(missed: Callable[[], None], enough: int) -> Iterator[None]:
+    """Call `missed`, once or more often, when `enough` kernels were not in Triton's cache."""
     before = triton.knobs.compilation.listener
     misses: list[bool] = []
 
     def listen(*given: Any, cache_hit: bool, **more: Any) -> None:
         if not cache_hit:
             misses.append(True)  # not a count: several threads do this
-            if len(misses) >= ENOUGH:
+            if len(misses) >= enough:
                 missed()
         if before is not None:
             before(*given, cache_hit=cache_hit, **more)
@@ -113,8 +116,8 @@ def _heard(missed: Callable[[], None]) -> Iterator[None]:
 class _Loading(Executor):
     """Loads each kernel where it was compiled: that builds the stub which launches it, too."""
 
-    def __init__(self, pool: Executor, workers: Workers, stop: Event) -> None:
-        self._pool, self._workers, self._stop = pool, workers, stop
+    def __init__(self, pool: Executor, workers: Workers, ends: list[Event]) -> None:
+        self._pool, self._workers, self._ends = pool, workers, ends
         self._order: list[tuple[str, str]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -123,8 +126,8 @@ class _Loading(Executor):
         return self._pool.submit(self._loaded, task, partial(fn, *args, **kwargs))
 
     def _loaded(self, task: Task | None, compile: Callable[[], Any]) -> Any:
-        if self._stop.is_set():
-            raise RuntimeError("the start was given up")
+        if any(end.is_set() for end in self._ends):
+            raise RuntimeError("the start was given up, or this way of starting")
         if task is not None and self._workers.ready:
             with suppress(Exception):  # compiled here, then
                 self._workers.compile(task)

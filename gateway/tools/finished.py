@@ -1,7 +1,7 @@
 """Validate finished JSON against a schema that was only partly enforced.  Refuses nothing.
 
 What is wrong here is only counted: OpenAI's non-strict contract allows such arguments.  The work is
-bounded, because it runs on the event loop and the schema is the caller's: no patterns, nothing
+bounded, because the schema is the caller's and others wait for the thread: no patterns, nothing
 fetched, a number of visits, a time.
 """
 

@@ -6,12 +6,15 @@ The driver is played; whether torch takes the context over is seen on a card.
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine import context
-from engine.context import open_beside, open_context
+from engine.context import load_beside, load_libraries, open_beside, open_context
 from engine.timeline import Timeline
 
 
@@ -81,3 +84,29 @@ def test_torch_works_in_a_context_that_was_open_before():
     assert open_context()
     assert torch.ones(3, device="cuda").sum().item() == 3
     assert not open_context(64)
+
+
+def test_torchs_libraries_are_loaded_beside_and_torch_works_with_them():
+    code = """
+import sys
+from engine.context import load_beside
+from engine.timeline import Timeline
+timeline = Timeline()
+load_beside(timeline).join()
+assert "torch" not in sys.modules and "libtorch_cpu" in open("/proc/self/maps").read()
+import torch
+print([span.name for span in timeline.spans()], (torch.ones(3) @ torch.ones(3)).item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent.parent,
+                          capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['libraries'] 3.0\n", done.stderr
+
+
+def test_libraries_that_are_not_there_are_left_to_torch(monkeypatch):
+    monkeypatch.setattr(context, "TORCH", (("libno-such.so", 2), ("libtorch.so", 2)))
+    assert load_libraries() == 0
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert load_libraries() == 0
+    timeline = Timeline()
+    load_beside(timeline).join(10)
+    assert [span.name for span in timeline.spans()] == ["libraries"]

@@ -166,6 +166,29 @@ def test_enough_kernels_that_were_not_cached_start_processes_which_get_the_rest(
     assert heard == [True, True, *[False] * launch.ENOUGH] and told.listener is listener
 
 
+def test_a_kernel_that_was_not_cached_ends_a_loading_that_wanted_no_other(monkeypatch):
+    made: list[Played] = []
+    monkeypatch.setattr(launch, "Workers", lambda count: made.append(Played(count)) or made[-1])
+    monkeypatch.setattr(launch, "own_process", lambda: True)
+    told, missed = triton.knobs.compilation, threading.Event()
+    kernels = [Kernel() for _ in range(3)]
+    with compiling(1, CPU, missed=missed):
+        enqueue(kernels[0], (1,))(1)
+        while not kernels[0].made:
+            time.sleep(0.01)
+        told.listener(cache_hit=True)
+        assert not missed.is_set()
+        told.listener(cache_hit=False)
+        for kernel in kernels[1:]:
+            enqueue(kernel, (1,))(1)
+    assert missed.is_set() and not made[0].started and made[0].count == 0
+    assert [len(kernel.made) for kernel in kernels] == [1, 0, 0]
+    with compiling(1, CPU):
+        for kernel in kernels[1:]:
+            enqueue(kernel, (1,))(1)
+    assert all(kernel.finished for kernel in kernels)
+
+
 def test_other_threads_launch_while_one_names():
     kernel = Kernel()
     with compiling(1, CPU):

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from engine.cuda import picks as module
-from engine.cuda.picks import CANDIDATES, CUBLAS, NORMS, Picks, store_path
+from engine.cuda.picks import CANDIDATES, CUBLAS, NORMS, Picks, height, store_path
 from engine.kernels.matmul import NORMED
 from engine.kernels.overlap import EAGER, LATE, OFF
 from engine.layers import Linear
@@ -25,7 +25,7 @@ KEY = (960, 576, "turn64", "bfloat16")
 @pytest.fixture
 def card(monkeypatch):
     """A device whose name can be asked for; nothing is launched on it."""
-    monkeypatch.setattr(module, "_stamp", lambda device: STAMP)
+    monkeypatch.setattr(module, "stamp", lambda device: STAMP)
     return torch.device("cuda")
 
 
@@ -133,3 +133,12 @@ def test_products_norm_a_few_rows_of_small_layers():
     early._took[(960, 4096, NORMS + "gate", "float32"), 4] = 0.25
     early.note("layer", wide, "gate", torch.float32)
     assert early.cost("layer", 4) == 0.25
+
+
+@pytest.mark.parametrize(
+    "rows, wanted", [(1, 1), (2, 8), (16, 16), (17, 32), (64, 64), (65, 128), (2048, 128)]
+)
+def test_every_row_count_has_candidates_for_it(rows, wanted):
+    assert height(rows) == wanted
+    first = CANDIDATES[wanted][0]
+    assert first.ahead == first.tail == 0 and first.bn in (16, 32)  # fits every product

@@ -31,7 +31,7 @@ from engine.messages import (
     to_gateway,
 )
 from engine.scripted import ScriptedEngine, letter
-from engine.server import run
+from engine.server import Told, run
 
 
 @pytest.fixture
@@ -333,3 +333,18 @@ def test_a_socket_left_by_a_killed_engine_is_replaced(path):
     finally:
         again.kill()
         again.wait()
+
+
+def test_an_engine_goes_on_when_it_is_told_to_and_ends_when_nobody_can():
+    Told(None)()
+    read, write = os.pipe()
+    os.write(write, b"\n")
+    told = Told(read)
+    told()
+    os.close(write)
+    told()  # said once, it holds
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(SystemExit) as ended:
+        Told(read)()
+    assert ended.value.code == 0

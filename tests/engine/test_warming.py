@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from threading import Event
 
@@ -21,8 +22,17 @@ from engine.checkpoint import open_checkpoint  # noqa: E402
 from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import parts  # noqa: E402
 from engine.cuda.buckets import bucket, sizes  # noqa: E402
+from engine.cuda.done import Done  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
-from engine.cuda.warming import FILTERED, PLAIN, Drawn, Forwarded, every, ordered  # noqa: E402
+from engine.cuda.warming import (  # noqa: E402
+    FILTERED,
+    PLAIN,
+    Drawn,
+    Forwarded,
+    every,
+    ordered,
+    rare,
+)
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Abort, Sampling, Submit  # noqa: E402
 from engine.models import family  # noqa: E402
@@ -90,6 +100,7 @@ def test_buckets_captured_late_change_no_token(folder):
     runner = engine.runner
     first, later = ordered(runner.forward.sizes, runner.settling.sizes)
     runner._later = deque([*first, *later])
+    runner._rare = deque(rare(runner.settling.sizes))
 
     def idle(engine: Engine, step: int) -> None:
         """As if every request were paused here."""
@@ -100,7 +111,8 @@ def test_buckets_captured_late_change_no_token(folder):
     assert len(first) + len(later) - len(runner._later) > 15
 
 
-def test_an_engine_without_work_warms_and_a_message_stops_it(folder):
+def test_an_engine_without_work_warms_and_a_message_stops_it(folder, monkeypatch):
+    monkeypatch.setattr(loop, "QUIET_S", 30.0)  # the interpreter's steps take a while
     engine, calls = make(folder), []
     left = [3]
 
@@ -179,7 +191,9 @@ def test_all_kernels_are_named_without_a_weight(folder, monkeypatch):
 def test_nothing_is_left_to_compile_when_the_weights_are_there(folder):
     import triton
 
-    compile_for(folder, torch.device("cuda", 0), Event())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Done, "noted", lambda done: False)
+        compile_for(folder, torch.device("cuda", 0), Event())
     compiled: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_compile", lambda *given: None)
@@ -214,10 +228,128 @@ def test_a_start_that_fails_stops_what_runs_beside_it(folder, monkeypatch):
 def test_a_device_without_room_for_more_graphs_stops_warming(folder):
     runner = make(folder).runner
     runner._later = deque([Forwarded(1, False), Forwarded(2, False)])
+    runner._rare = deque(rare([1]))
 
     def full(key, body):
         raise torch.OutOfMemoryError("no room for a graph")
 
     runner._graphs.run = full
-    assert not runner.idle() and not runner._later
+    assert not runner.idle() and not runner._later and not runner._rare
     assert not runner.idle()
+
+
+def test_what_few_ask_for_is_run_once_all_is_captured_and_is_not_captured_itself(folder):
+    runner = make(folder).runner
+    runner._later, runner._rare = deque([Forwarded(1, False)]), deque(rare([1, 2]))
+    assert len(runner._rare) == 12
+    assert all(one.needs not in (PLAIN, FILTERED) for one in runner._rare)
+    runner._graphs.capture = True
+    seen = []
+    runner._visit = lambda wanted: seen.append((type(wanted), runner._graphs.capture))
+    while runner.idle():
+        pass
+    assert seen == [(Forwarded, True), *[(Drawn, False)] * 12] and runner._graphs.capture
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """What is named on the interpreter: kernels' names."""
+    interpreted = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    found: list[str] = []
+
+    def warmup(kernel, *values, grid, **options):
+        found.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(interpreted, "warmup", warmup, raising=False)
+    return found
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreter")
+def test_a_start_after_a_complete_one_names_what_it_captures(folder, named, monkeypatch):
+    runner = make(folder).runner
+    assert not runner.load() and not named  # products were never measured
+    monkeypatch.setattr(runner.picks, "known", lambda group, rows: True)
+    assert runner.load(Event())
+    few = len(named)
+    assert {"_product", "_norm", "_embed", "_short_kernel", "_chunk_kernel", "_pick",
+            "_search"} <= {*named}
+    assert "_chunk" not in named  # of logprobs
+    named.clear()
+    runner.compile(Event())
+    assert "_chunk" in named and len(named) > few
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="watches the interpreter")
+def test_a_kernel_that_is_missing_after_all_ends_the_short_way(folder, named, monkeypatch):
+    import triton
+
+    interpreted = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
+    runner = make(folder).runner
+    monkeypatch.setattr(runner.picks, "known", lambda group, rows: True)
+
+    def warmup(kernel, *values, grid, **options):
+        named.append(kernel.fn.__name__)
+        triton.knobs.compilation.listener(cache_hit=False)
+
+    monkeypatch.setattr(interpreted, "warmup", warmup, raising=False)
+    assert not runner.load()
+    assert len({*named}) < 10  # of one bucket
+
+
+@pytest.mark.parametrize("load", [True, False, RuntimeError("unheard of"),
+                                  torch.OutOfMemoryError("no room")])
+def test_a_noted_start_loads_and_whatever_that_lacks_is_compiled(folder, monkeypatch, load):
+    did = []
+
+    def loaded(runner, stop):
+        did.append("load")
+        if isinstance(load, Exception):
+            raise load
+        return load
+
+    monkeypatch.setattr(CudaRunner, "load", loaded)
+    monkeypatch.setattr(CudaRunner, "compile", lambda runner, stop: did.append("compile"))
+    notes = Notes(did)
+    monkeypatch.setattr(parts.Done, "of", lambda *facts: notes)
+    checkpoint, config = shaped(folder)
+    kind, shape = family(checkpoint.architecture), checkpoint.config
+    weights = {name: torch.empty(size, device="meta")
+               for name, size in kind.expected(shape).items()}
+
+    def start(stop: Event) -> list[str]:
+        did.clear()
+        parts.compile_kernels(
+            kind(shape, {**weights}, 128, paired=True), shape, config, size=64, max_len=128,
+            dtype=torch.float32, device=torch.device("cpu"), drafts=0, stop=stop,
+        )
+        return did
+
+    given_up = Event()
+    given_up.set()
+    assert start(given_up) == ["compile"]  # and perhaps not everything
+    assert start(Event()) == ["compile", "note"]
+    enough = load is True or isinstance(load, torch.OutOfMemoryError)
+    assert start(Event()) == ["load"] + ["compile", "note"] * (not enough)
+
+
+class Notes:
+    """A Done that writes down what happens in `did`."""
+
+    def __init__(self, did: list[str]) -> None:
+        self.did, self.there = did, False
+
+    def noted(self) -> bool:
+        return self.there
+
+    def note(self) -> None:
+        self.did.append("note")
+        self.there = True
+
+
+def test_the_threads_of_a_gpus_start_hand_pythons_lock_over_soon_and_then_as_before():
+    before = sys.getswitchinterval()
+    for wanted in (True, False):
+        with pytest.raises(BadWeights), build._brisk(wanted):
+            assert (sys.getswitchinterval() < before) is wanted
+            raise BadWeights("these are of another model")
+        assert sys.getswitchinterval() == before
