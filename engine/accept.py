@@ -2,6 +2,7 @@
 
 Greedy and sampled decoding, with and without drafts, with and without a grammar all end here.
 Every token that comes out was drawn by the target: a draft can change the speed, never the text.
+The one exception is a closing plan, which puts a token of its own in place of a drawn one.
 
     draft      d1 d2 d3        matched: d1 == y0, d2 == y1, d3 != y2
     sampled    y0 y1 y2 y3  -> tokens y0 y1 y2; y3 was drawn behind a wrong token and is dropped
@@ -22,8 +23,42 @@ class GrammarEnd(Protocol):
     def finished(self) -> bool:
         """Whether nothing but the end may follow."""
 
+    @property
+    def accepting(self) -> bool:
+        """Whether the output may end here."""
+
     def accept(self, token: int) -> bool:
         """Move over `token`; False, and unmoved, when it is not legal."""
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens are legal in a row from here; moves nothing."""
+
+
+class Verdict(Protocol):
+    """What a closing plan says of a run: engine/grammar/closing.py's Taken."""
+
+    @property
+    def kept(self) -> int:
+        """How many tokens of the run stand."""
+
+    @property
+    def forced(self) -> int | None:
+        """What stands in place of the next one."""
+
+    @property
+    def ended(self) -> bool:
+        """The output is over behind the kept ones: what the next one opens would not fit."""
+
+
+class Closer(Protocol):
+    """The closing plan of one choice as acceptance sees it; it moves the grammar itself."""
+
+    @property
+    def overridden(self) -> int:
+        """Tokens that it has put in place of drawn ones."""
+
+    def take(self, run: Sequence[int], budget: int) -> Verdict:
+        """Move over the legal tokens of `run` that leave room to close within `budget` tokens."""
 
 
 class End(msgspec.Struct, frozen=True, gc=False):
@@ -32,6 +67,7 @@ class End(msgspec.Struct, frozen=True, gc=False):
     remaining: int  # output tokens that may still come, at least 1
     stop_ids: Collection[int] = ()
     grammar: GrammarEnd | None = None
+    closing: Closer | None = None  # how the grammar can be closed in time; only with a grammar
 
 
 class Accepted(msgspec.Struct, frozen=True, gc=False):
@@ -41,6 +77,8 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
     matched: int  # draft tokens that were right and are kept: the first `matched` of `tokens`
     finish: str  # "" = goes on, "stop" = stop id or grammar end, "length", "error" = no legal token
     stopped: bool  # the last token is a stop id
+    forced: bool = False  # the last token is the plan's: the target had drawn another one there
+    unopened: bool = False  # the plan ended it, "length": what came next had no room to close
 
 
 def accept(sampled: Sequence[int], draft: Sequence[int], end: End) -> Accepted:
@@ -52,9 +90,13 @@ def accept(sampled: Sequence[int], draft: Sequence[int], end: End) -> Accepted:
     (engine/sampling.py: the row had no legal one) or one that the grammar refuses ends the choice
     with "error" and is dropped; behind a miss neither is looked at.  The grammar moves over every
     kept token that is no stop id.
+    With a plan a token that leaves it no room is replaced by the plan's, or ends the choice; all
+    behind it is dropped, and "stop" is "length" from then on.
     """
     assert len(sampled) == len(draft) + 1, f"{len(sampled)} sampled for {len(draft)} drafts"
     assert end.remaining > 0, "a choice without tokens left was run"
+    if end.closing is not None and end.grammar is not None:
+        return _within_plan(sampled, draft, end, end.grammar, end.closing)
     tokens: list[int] = []
     matched = 0
     for place, token in enumerate(sampled):
@@ -69,6 +111,40 @@ def accept(sampled: Sequence[int], draft: Sequence[int], end: End) -> Accepted:
         if not right:
             break
     return Accepted(tokens, matched, "", False)
+
+
+def _within_plan(
+    sampled: Sequence[int], draft: Sequence[int], end: End, grammar: GrammarEnd, closing: Closer
+) -> Accepted:
+    """`accept` where a plan has the last word: it is asked once, for the whole run."""
+    right = 0
+    while right < len(draft) and draft[right] == sampled[right]:
+        right += 1
+    run = list(sampled[: min(right + 1, end.remaining)])
+    words = next((i for i, t in enumerate(run) if t < 0 or t in end.stop_ids), len(run))
+    legal = grammar.valid_prefix(run[:words])
+    taken = closing.take(run[:legal], end.remaining)
+    tokens = run[: taken.kept]
+    matched = min(right, taken.kept)
+    if taken.forced is not None:
+        tokens.append(taken.forced)
+    assert taken.forced is not None or taken.ended or taken.kept == legal, "a plan lost a token"
+    finish, stopped = "", False
+    if taken.ended:  # a grammar that broke ends where it may not
+        finish = "length" if grammar.accepting else "error"
+    elif grammar.finished:
+        finish = "stop"
+    elif taken.forced is None and legal < len(run):
+        stopped = legal == words and run[legal] >= 0
+        finish = "stop" if stopped else "error"
+    elif len(tokens) == end.remaining:
+        finish = "length"
+    if stopped:
+        tokens.append(run[legal])
+        matched = min(right, len(tokens))
+    if finish == "stop" and closing.overridden:
+        finish = "length"
+    return Accepted(tokens, matched, finish, stopped, taken.forced is not None, taken.ended)
 
 
 def _ending(token: int, end: End, used: int) -> str:

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 
 import cache.prefix as prefix
 from engine.admission import refusal
+from engine.grammar.closing import Closing
 from engine.grammar.matcher import Compiled, Compiler, GrammarRefused
 from engine.messages import (
     Abort,
     Admitted,
     Failed,
     Hello,
+    Out,
     Pause,
     Refused,
     Resume,
     SessionEnd,
+    Step,
     Submit,
     ToEngine,
     ToGateway,
@@ -66,6 +69,7 @@ class Intake:
         self.compiling: dict[str, Submit] = {}
         self.arrived: dict[str, float] = {}  # request id -> monotonic seconds, while it lives
         self.prompt_tokens = 0  # of all requests that were queued
+        self.refused = 0  # requests whose shortest output is longer than their max_tokens
         self._hello, self._scheduler, self._sessions = hello, scheduler, sessions
         self._compiler, self._forget, self._lacks = compiler, forget, lacks
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
@@ -152,9 +156,17 @@ class Intake:
         return self._start(submit, result)
 
     def _start(self, submit: Submit, grammar: Compiled | None) -> list[ToGateway]:
-        """Queue the request's choices: the first one, with the others to fork from it."""
+        """Queue the request's choices: the first one, with the others to fork from it.
+
+        A grammar that max_tokens cannot satisfy is answered here, with nothing.
+        """
         root = prefix.root(submit.namespace)
         cached = self._scheduler.lookup(root, submit.prompt)
+        closing = None
+        if grammar is not None and submit.overflow != "cut":
+            closing = Closing(grammar.planner, grammar.start())
+            if not closing.admit(submit.max_tokens):
+                return self._nothing(submit, cached)
         arrival = self.arrived[submit.id]
         rank = arrival + (len(submit.prompt) - cached) / PATIENCE
         choices = [
@@ -165,10 +177,24 @@ class Intake:
             )
             for index in range(submit.n)
         ]
+        if closing is not None:
+            for seq in choices:
+                assert seq.grammar is not None
+                seq.closing = closing.clone(seq.grammar)
         queued = len(self._scheduler.waiting)
         self._scheduler.add(choices)
         self.prompt_tokens += len(submit.prompt)
         return [Admitted(submit.id, cached, queued)]
+
+    def _nothing(self, submit: Submit, cached: int) -> list[ToGateway]:
+        """The answer of a request whose shortest output does not fit: it ends before it begins."""
+        self.refused += 1
+        del self.arrived[submit.id]
+        outs = [
+            Out(submit.id, index, [], "length", cached=cached, overflow="unopened")
+            for index in range(submit.n)
+        ]
+        return [Admitted(submit.id, cached, 0), Step(0, outs)]  # of no step
 
     def abort(self, request: str, index: int = -1) -> None:
         """End a request, or one choice of it; unknown ones are ignored."""

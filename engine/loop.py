@@ -4,7 +4,8 @@
 
 With a runner of depth 1 the device stays a step ahead: a step is planned and launched before the
 one before it is collected.  Only rows that need the host (a mask behind an unknown token) make the
-loop collect and commit that one first, while the forward pass already runs.
+loop collect and commit that one first, while the forward pass already runs.  When a closing plan
+replaces the token that such a step was launched with, its row is computed in vain (Row.vain).
 
 One thread owns it.  Other threads only put messages into `inbox`.
 """
@@ -22,7 +23,7 @@ from engine.build import build
 from engine.cuda.buckets import sizes
 from engine.device import pick
 from engine.intake import Intake
-from engine.messages import Failed, Out, Stats, Step, ToGateway, TokenLogprobs
+from engine.messages import UNLIKELY, Failed, Out, Stats, Step, ToGateway, TokenLogprobs
 from engine.pace import Pace
 from engine.proposer import DeviceDraft, HostDrafts, Turn
 from engine.runner import StepRunner, StepTooLarge
@@ -88,6 +89,7 @@ class Engine:
         self._number = 0
         self._generated = 0
         self._rounds = self._drafted = self._accepted = 0
+        self._substituted = self._closed_early = self._unopened = 0
         self._told = 0.0  # when the last Stats left
         self._ran = 0.0  # when the last step was launched
 
@@ -217,7 +219,7 @@ class Engine:
         alone = not flight.logprobs and not flight.drafts  # tokens are all that the step gave
         for i, (row, drawn) in enumerate(zip(flight.plan.rows, flight.drawn, strict=True)):
             seq = row.seq
-            if seq.gone:
+            if seq.gone or row.vain:
                 self.scheduler.wasted += 1
             elif not row.last:
                 self.scheduler.commit(row, None)
@@ -226,18 +228,23 @@ class Engine:
             else:
                 accepted = accept(drawn, row.draft, seq.end())
                 found = flight.logprobs[at : at + len(accepted.tokens)] if flight.logprobs else ()
-                out = self._gain(row, accepted, [entry for entry in found if entry is not None])
+                scores = [entry for entry in found if entry is not None]
+                if accepted.forced and scores:
+                    scores[-1] = _scored(accepted.tokens[-1], scores[-1])
+                out = self._gain(row, accepted, scores)
                 if out.tokens or out.finish:
                     outs.append(out)
                 if accepted.finish == "error":
                     failed[seq.submit.id] = seq
-                elif flight.drafts and not seq.finish:
+                elif flight.drafts and not seq.finish and not accepted.forced:
                     self._take_draft(seq, flight.drafts[i])
             at += len(drawn)
         self._number += 1
         replies: list[ToGateway] = [Step(self._number, outs)] if outs else []
         for request, seq in failed.items():  # only now: its other choices had rows of this step
             self.intake.abort(request)
+            if seq.submit.grammar is not None:
+                self._compiler.forget(seq.submit.grammar)
             replies.append(_grammar_failed(seq))
         return replies
 
@@ -253,6 +260,12 @@ class Engine:
             self._drafted += len(row.draft)
             self._accepted += accepted.matched
         self.scheduler.commit(row, accepted)
+        if accepted.forced:
+            self._substituted += 1
+            self.runner.forget(seq)  # it holds another newest token, and has counted that one
+        overflow = _overflow(seq, accepted)
+        self._closed_early += overflow == "closed"
+        self._unopened += overflow == "unopened"
         if seq.finish:
             self._forget(seq)
         return Out(
@@ -264,6 +277,7 @@ class Engine:
             written=seq.written,
             drafted=seq.drafted,
             accepted=seq.accepted,
+            overflow=overflow,
         )
 
     def _gain_one(self, row: Row, token: int) -> Out:
@@ -339,12 +353,33 @@ class Engine:
             accepted_tokens=self._accepted,
             sessions=len(self.sessions),
             sessions_pinned=self.sessions.pinned,
+            closing_refusals=self.intake.refused,
+            closing_tokens=self._substituted,
+            closed_early=self._closed_early,
+            unopened=self._unopened,
         )
 
 
 def _nothing() -> list[int]:
     """What a sequence without a grammar is forced to say."""
     return []
+
+
+def _overflow(seq: Sequence, accepted: Accepted) -> str:
+    """`Out.overflow` of what a choice gained."""
+    if accepted.finish in ("", "error"):
+        return ""
+    if seq.closing is not None and seq.closing.overridden:
+        return "closed"
+    return "unopened" if accepted.unopened else ""
+
+
+def _scored(token: int, drawn: TokenLogprobs) -> TokenLogprobs:
+    """The logprobs of a token that stands where its row had drawn another one.
+
+    Its own is known when it is among the best of that row.
+    """
+    return TokenLogprobs(dict(drawn.top).get(token, UNLIKELY), drawn.top)
 
 
 def _no_memory(request: str) -> Failed:

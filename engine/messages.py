@@ -14,6 +14,7 @@ import msgspec
 
 VERSION = "0.1.0"  # of Slipstream
 PROTOCOL = 1  # of these messages
+UNLIKELY = -9999.0  # OpenAI's logprob of a token that is not among the best
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a 32 MiB body never makes a longer prompt than this
 
 
@@ -39,6 +40,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     lark: str
     param: str = "tools"  # the request field to name when it does not compile
     trigger: str = ""  # the output is free text until this appears, when it is not empty
+    opening: str = ""  # ... or unless the output starts with this, when it is not empty
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -55,6 +57,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     session: bytes | None = None  # 16 byte key out of `x-session-affinity`, already tenant-scoped
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # seconds from arrival
+    overflow: str = "close"  # of a grammar that max_tokens cuts: "close" it in time, or "cut"
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -125,7 +128,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=12):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities of one emitted token under its row's raw logits."""
 
-    logprob: float
+    logprob: float  # UNLIKELY for a token of a closing plan that is not among `top`
     top: list[tuple[int, float]]  # the best first
 
 
@@ -142,6 +145,8 @@ class Out(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written: int = 0  # prompt tokens whose blocks this request published (`cache_write_tokens`)
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, how many were right
+    overflow: str = ""  # of an end: "closed" = it is whole, as some tokens were chosen to complete
+    # it in time; "unopened" = it ended where what the grammar demands next had no room
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=13):
@@ -179,6 +184,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=15):
     accepted_tokens: int = 0
     sessions: int = 0
     sessions_pinned: int = 0
+    closing_refusals: int = 0  # requests whose shortest output is longer than their max_tokens
+    closing_tokens: int = 0  # tokens that closing plans put in place of drawn ones
+    closed_early: int = 0  # choices that were completed by such tokens
+    unopened: int = 0  # choices that ended where a call would have opened without room for it
 
 
 ToEngine = Submit | Abort | TurnEnd | SessionEnd | Pause | Resume

@@ -20,6 +20,12 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     last: bool  # the row reaches the newest token: it gives at least one new token
     pending: bool = False  # that newest token is its only one, and still on the device alone
     draft: tuple[int, ...] = ()  # guesses, at the end; only when the row is `last`
+    replaced: int = 0  # `replaced` of the sequence when this was planned
+
+    @property
+    def vain(self) -> bool:
+        """It was computed behind a token that the sequence has not: nothing of it counts."""
+        return self.replaced != self.seq.replaced
 
     @property
     def drafts(self) -> int:

@@ -106,7 +106,11 @@ class StepRunner(Protocol):
         """Flights but the newest `depth`, results on the host, oldest first; waits for them."""
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence is gone for good; a flight may still have a row of it, which is wasted."""
+        """What is kept of the sequence holds no longer; a flight's row of it counts for nothing.
+
+        It is gone for good, or it goes on with another newest token than the one that was drawn:
+        its next row is not `pending`.
+        """
 
     def idle(self) -> bool:
         """Do a little that later steps gain from; return whether there is more of it.

@@ -53,7 +53,7 @@ class Scheduler:
     living: dict[str, list[Sequence]] = field(default_factory=dict)  # by request, forks to come too
     short: bool = False  # the last plan lacked blocks that only flying sequences could give
     preemptions: int = 0
-    wasted: int = 0  # rows that were computed for sequences which had ended meanwhile
+    wasted: int = 0  # rows of sequences that had ended meanwhile, or got another token (Row.vain)
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0
     _fresh: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Scheduler:
                 continue
             start = seq.computed + seq.flying
             if not seq.draft and start + ahead <= len(seq.blocks) * size:  # _row's usual result
-                rows.append(Row(seq, start, 1, True, seq.pending > 0))
+                rows.append(Row(seq, start, 1, True, seq.pending > 0, (), seq.replaced))
                 seq.flying += 1
                 seq.pending += 1
                 continue
@@ -191,7 +191,7 @@ class Scheduler:
         drafts = start + count - known
         last = drafts >= 0
         draft = tuple(seq.draft[:drafts]) if drafts > 0 else ()
-        row = Row(seq, start, count, last, seq.pending > 0, draft)
+        row = Row(seq, start, count, last, seq.pending > 0, draft, seq.replaced)
         seq.flying += count
         seq.pending += last
         return row
@@ -216,7 +216,8 @@ class Scheduler:
         """Take the blocks away; the sequence keeps its tokens and is computed again later."""
         assert not seq.flying, f"{seq.key} is preempted while {seq.flying} of its tokens fly"
         self.running.remove(seq)
-        self._keep_tail(seq)
+        if self.config.prefix_caching:
+            publish_tail(self.pool, seq)
         self._release(seq)
         seq.drop_draft()
         seq.computed = 0
@@ -275,9 +276,7 @@ class Scheduler:
 
     def _reclaim(self) -> None:
         """Somebody waits for blocks: the youngest paused sequence lends its own."""
-        if not self.paused:
-            return
-        for seq in reversed(self.running):
+        for seq in reversed(self.running) if self.paused else ():
             if seq.submit.id in self.paused:
                 if seq.flying:
                     self.short = True
@@ -313,6 +312,8 @@ class Scheduler:
             seq.drafted += len(row.draft)
             seq.accepted += accepted.matched
             seq.drop_draft()
+        if accepted.forced:
+            seq.replace()
         self._publish(seq)
         if seq.siblings:
             self._fork(seq)
@@ -338,8 +339,9 @@ class Scheduler:
     def cancel(self, plan: Plan) -> None:
         """The plan did not fly: its rows are wanted as before.  Its copies and clears are done."""
         for row in plan.rows:
-            row.seq.flying -= row.count
-            row.seq.pending -= row.last
+            if not row.vain:
+                row.seq.flying -= row.count
+                row.seq.pending -= row.last
 
     def _fork(self, seq: Sequence) -> None:
         """Start the other choices on the prompt's KV: share full blocks, copy the last."""
@@ -384,14 +386,11 @@ class Scheduler:
             fork.cached = seq.cached
             seq.siblings = []
             self._queue(fork)
-        self._keep_tail(seq)
+        if self.config.prefix_caching:
+            publish_tail(self.pool, seq)
         if seq.keys:  # without a session too: what several use is nobody's own
             self.sessions.turn(seq.submit.session, seq.blocks[: len(seq.keys) + 1])
         self._release(seq)
-
-    def _keep_tail(self, seq: Sequence) -> None:
-        if self.config.prefix_caching:
-            publish_tail(self.pool, seq)
 
     def _release(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)

@@ -18,6 +18,7 @@ from engine.accept import End
 
 if TYPE_CHECKING:
     from cache.blocks import Block
+    from engine.grammar.closing import Closing
     from engine.grammar.matcher import State
     from engine.messages import Sampling, Submit
     from engine.sampling import History
@@ -35,9 +36,11 @@ class Sequence:
     arrival_s: float  # monotonic
     grammar: State | None = None
     history: History | None = None
+    closing: Closing | None = None  # how the grammar is satisfied within max_tokens, come what may
     computed: int = 0
     flying: int = 0  # tokens whose KV a launched, uncommitted step computes
     pending: int = 0  # tokens that such steps will draw: only the device knows them
+    replaced: int = 0  # times that its newest token was not the one that the device had drawn
     gone: bool = False  # dropped: finished, aborted or failed; what still flies for it is wasted
     draft: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -95,7 +98,12 @@ class Sequence:
 
     def end(self) -> End:
         """What may end it inside an accepted run."""
-        return End(self.most - len(self.tokens), self.stop_ids, self.grammar)
+        return End(self.most - len(self.tokens), self.stop_ids, self.grammar, self.closing)
+
+    def replace(self) -> None:
+        """Its newest token is not what the device drew: what flies for it is computed in vain."""
+        self.replaced += 1
+        self.flying = self.pending = 0
 
     def drop_draft(self) -> None:
         """Forget the guess; a later one may come."""

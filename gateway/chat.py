@@ -19,7 +19,7 @@ from engine.messages import Submit
 from gateway import limits, sessions
 from gateway.choices import Choice, Said
 from gateway.errors import ModelNotFound
-from gateway.events import CallArgs, CallStart, Text
+from gateway.events import CallArgs, CallStart, Reasoning, Text
 from gateway.headers import deadline_of, headers_of
 from gateway.protocol import (
     ChatChoice,
@@ -32,6 +32,7 @@ from gateway.protocol import (
 )
 from gateway.sse import ChatFrames
 from gateway.stream import Stream, admitted, gathered
+from gateway.tools.thinking import behind, scanner_of
 from gateway.turn import Part, Turn
 from gateway.validate import chat_request, sampling
 
@@ -127,6 +128,8 @@ class _Asking:
         gateway.check_ready()  # the engine may have gone while the prompt was rendered
         hello = gateway.link.hello
         assert hello is not None, "check_ready let a request through without an engine"
+        layout = gateway.prompts.format
+        inside = gateway.prompts.ends_inside_thought(prompt)
         submit = Submit(
             id=self.id,
             prompt=prompt.ids,
@@ -134,17 +137,19 @@ class _Asking:
             sampling=sampling(asked, hello.vocab, asked.best, gateway.defaults),
             n=asked.choices,
             stop_ids=[] if asked.ignore_eos else hello.stop_ids,
-            grammar=plan.grammar,
+            grammar=behind(plan.grammar) if inside else plan.grammar,
             namespace=namespace,
             session=session.key,
             priority=asked.priority or 0,
             deadline_s=deadline_of(self.request.headers, self.begin),
+            overflow=asked.tool_overflow or "close",
         )
         choices = [
             Choice(
                 index,
                 gateway.prompts.vocabulary,
-                scanner=gateway.prompts.format.scanner() if plan.scan else None,
+                scanner=scanner_of(layout, plan.checked, inside=inside) if plan.scan else None,
+                stand_ins=layout.stand_ins if plan.scan else None,
                 stops=asked.stops,
                 named=plan.named,
             )
@@ -164,12 +169,15 @@ class _Asking:
 def answer(index: int, said: Sequence[Said], with_logprobs: bool) -> ChatChoice:
     """What a stream of the same events adds up to."""
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[tuple[CallStart, list[str]]] = []
     finish = ""
     for event in (event for one in said for event in one.events):
         match event:
             case Text(text=text):
                 texts.append(text)
+            case Reasoning(text=text):
+                thoughts.append(text)
             case CallStart():
                 calls.append((event, []))
             case CallArgs(text=text):
@@ -177,13 +185,15 @@ def answer(index: int, said: Sequence[Said], with_logprobs: bool) -> ChatChoice:
             case _:
                 finish = getattr(event, "reason", finish)
     content = "".join(texts)
-    message = ReplyMessage(content=content if content or not calls else None)
-    if calls:
-        sent = [
-            ToolCall(id=start.id, function=Function(start.name, "".join(pieces)))
-            for start, pieces in calls
-        ]
-        message = ReplyMessage(content=message.content, tool_calls=sent)
+    sent = [
+        ToolCall(id=start.id, function=Function(start.name, "".join(pieces)))
+        for start, pieces in calls
+    ]
+    message = ReplyMessage(
+        content=content if content or not (calls or thoughts) else None,
+        reasoning_content="".join(thoughts) if thoughts else msgspec.UNSET,
+        tool_calls=sent or msgspec.UNSET,
+    )
     logprobs = ChatLogprobs([entry for one in said for entry in one.logprobs])
     return ChatChoice(
         index=index,

@@ -6,13 +6,13 @@ ids --Detokenizer--> text --Scanner--> Text | CallStart | CallArgs | CallEnd --S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 
 import msgspec
 
 from engine.messages import Out, TokenLogprobs
-from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Text
+from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Reasoning, Text
 from gateway.protocol import TokenLogprob, TopLogprob
 from gateway.text import Detokenizer, StopStrings, Vocabulary
 from gateway.tools import Scanner
@@ -34,7 +34,8 @@ class Said(msgspec.Struct, frozen=True):
         """This and what the same choice gained after it, as one."""
         events = joined([*self.events, *more.events])
         logprobs = self.logprobs + more.logprobs
-        return Said(self.index, events, logprobs, more.closed_early, self.anew)
+        closed_early = self.closed_early or more.closed_early
+        return Said(self.index, events, logprobs, closed_early, self.anew)
 
 
 class Choice:
@@ -46,13 +47,16 @@ class Choice:
         vocabulary: Vocabulary,
         *,
         scanner: Scanner | None = None,
+        stand_ins: Mapping[int, str] | None = None,
         stops: Sequence[str] = (),
         named: bool = False,
     ) -> None:
-        """`scanner`: None when the output holds no calls.  `named`: tool_choice named the tool."""
+        """`scanner`: None when the output holds no calls.  `stand_ins`: of its format's control
+        tokens, when it is bound.  `named`: tool_choice named the tool."""
         self.index = index
         self.vocabulary = vocabulary
         self._fresh_scanner = scanner
+        self._stand_ins = stand_ins
         self._stop_strings = stops
         self._named = named
         self.begin()
@@ -64,7 +68,7 @@ class Choice:
         self.tokens = 0  # delivered ones, a stop id included
         self.ids: list[int] = []  # sampled ones, without a stop id
         self.calls: list[tuple[str, str]] = []  # (name, arguments) of the complete ones
-        self.decoder = Detokenizer(self.vocabulary)
+        self.decoder = Detokenizer(self.vocabulary, self._stand_ins)
         self.scanner = copy(self._fresh_scanner)  # its state is plain values
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self._call: tuple[str, list[str]] | None = None  # the one that is open
@@ -114,13 +118,14 @@ class Choice:
         if not self.stopped_here:
             self.tokens += out.stopped
             if out.finish:
-                self._end(events)
+                self._end(events, out.overflow == "unopened")
         if out.finish or self.stopped_here:
             self.finish = self._reason(out.finish)
             events.append(Finish(self.finish))
         pairs = zip(out.tokens[:count], out.logprobs, strict=False)
         logprobs = [self._logprob(*pair) for pair in pairs]
-        return Said(self.index, joined(events), logprobs)
+        closed_early = out.overflow == "closed" and not self.stopped_here
+        return Said(self.index, joined(events), logprobs, closed_early)
 
     def _until_stop(self, ids: Sequence[int], events: list[Event]) -> int:
         """Push token by token, so that what counts as delivered does not depend on grouping."""
@@ -166,14 +171,20 @@ class Choice:
                 assert self._call is not None, "the end of no call"
                 self.calls.append((self._call[0], "".join(self._call[1])))
                 self._call = None
+            case Reasoning():
+                pass  # stop strings look at content only
             case _:
                 raise TypeError(f"a scanner gave {type(event).__name__}")
 
-    def _end(self, events: list[Event]) -> None:
-        """The engine ended the choice: let go of everything that was held back."""
+    def _end(self, events: list[Event], unopened: bool) -> None:
+        """The engine ended the choice: let go of everything that was held back.
+
+        But not of the beginning of a call that was `unopened`: it is no text.
+        """
         self._push(self.decoder.close(), events)
         if self.scanner is not None:
-            self._pass(self.scanner.close(), events)
+            held = self.scanner.close()
+            self._pass([e for e in held if not (unopened and isinstance(e, Text))], events)
         if self._stops is not None and not self.stopped_here and (rest := self._stops.flush()):
             events.append(Text(rest))
 
@@ -205,6 +216,8 @@ def joined(events: Sequence[Event]) -> list[Event]:
         last = out[-1] if out else None
         if isinstance(event, Text) and isinstance(last, Text):
             out[-1] = Text(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            out[-1] = Reasoning(last.text + event.text)
         elif isinstance(event, CallArgs) and isinstance(last, CallArgs):
             out[-1] = CallArgs(event.index, last.text + event.text)
         else:

@@ -1,4 +1,4 @@
-"""What the model said, as events: text, tool calls, the end.  Knows no wire format and no tokens.
+"""What the model said, as events: text, calls, the end.  Knows no wire format and no tokens.
 
 A format's scanner (gateway/tools/) turns text into these; gateway/sse.py turns these into frames.
 Calls never interleave: `CallStart`, any number of `CallArgs`, then the next event of another kind.
@@ -12,6 +12,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Text:
     """Plain content; never half a code point."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thinks before it answers; never content."""
 
     text: str
 
@@ -47,4 +54,4 @@ class Finish:
     reason: str
 
 
-Event = Text | CallStart | CallArgs | CallEnd | Finish
+Event = Text | Reasoning | CallStart | CallArgs | CallEnd | Finish

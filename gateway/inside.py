@@ -15,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.types import Message, Scope
 
-from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Text
+from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Reasoning, Text
 
 _END = b""
 
@@ -165,14 +165,21 @@ def frames(chunks: Iterator[bytes]) -> Iterator[dict[str, Any]]:
             yield frame
 
 
+def _said(delta: dict[str, Any]) -> Iterator[Event]:
+    """What a delta says beside calls."""
+    if delta.get("reasoning_content"):
+        yield Reasoning(delta["reasoning_content"])
+    if delta.get("content"):
+        yield Text(delta["content"])
+
+
 def events(chunks: Iterator[dict[str, Any]]) -> Iterator[Event]:
     """A chat stream's chunks (one choice) as events."""
     call = -1  # the index of the call that is open
     for chunk in chunks:
         for choice in chunk["choices"]:
             delta = choice["delta"]
-            if delta.get("content"):
-                yield Text(delta["content"])
+            yield from _said(delta)
             for part in delta.get("tool_calls") or ():
                 if part.get("id"):
                     if call >= 0:

@@ -37,6 +37,12 @@ _ENGINE_COUNTERS = {
     "vllm:spec_decode_num_drafts": ("drafts", "Drafts verified."),
     "vllm:spec_decode_num_draft_tokens": ("drafted_tokens", "Draft tokens verified."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Draft tokens accepted."),
+    "slipstream:closing_refusals": (
+        "closing_refusals", "Requests whose shortest answer is longer than their max_tokens.",
+    ),
+    "slipstream:closing_substitutions": ("closing_tokens", "Tokens put in place of drawn ones."),
+    "slipstream:closed_early": ("closed_early", "Calls and answers completed by such tokens."),
+    "slipstream:calls_unopened": ("unopened", "Texts ended where a call had no room."),
 }
 _ENGINE_GAUGES = {
     "vllm:num_requests_running": ("running", "Requests in the running batch."),

@@ -20,9 +20,11 @@ from gateway.render import Marks, Rendered, Template
 from gateway.text import Detokenizer, Vocabulary
 from gateway.tokens import Encoder, Memory, Segment, Trail
 from gateway.tools import Format
+from gateway.tools.thinking import OPEN, Thinking
 
 INLINE = 8192  # characters; more are rendered and encoded in a thread, never on the event loop
 MESSAGE = 64  # characters that a message or a call weighs beside its text
+_TAIL = 16  # tokens that hold the opening of a section of reasoning, if there is one
 PIECES_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES = 256 * 1024 * 1024
 
@@ -55,9 +57,10 @@ class Prompts:
         """`max_len`: tokens of prompt and output together.  Raises BadTokenizer or BadTemplate when
         the model's files cannot be used."""
         self.max_len = max_len
-        self.format = format
-        self.plans = Plans(format)
         self.vocabulary = Vocabulary(tokenizer_json)
+        #: The layout of calls, bound to the control tokens of this model.
+        self.format = format = format.bound(self.vocabulary.specials())
+        self.plans = Plans(format)
         own = chat_template or format.template
         takes_tools = chat_template is not None and "tools" in chat_template
         shown = own if takes_tools else format.template
@@ -117,6 +120,13 @@ class Prompts:
         else:
             rendered = await anyio.to_thread.run_sync(template.render, messages, tools, variables)
         return await self._encoded(rendered, scope)
+
+    def ends_inside_thought(self, prompt: Prompt) -> bool:
+        """Whether the template opened a section of reasoning for the model to go on with."""
+        if not isinstance(self.format, Thinking):
+            return False
+        tail = b"".join(self.vocabulary.spelled(id) for id in prompt.ids[-_TAIL:])
+        return tail.rstrip().endswith(OPEN.encode())
 
     async def plain(self, text: str) -> Prompt:
         """The ids of a text completion's prompt, written as the tokenizer reads it: control tokens

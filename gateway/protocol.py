@@ -208,11 +208,12 @@ class TextLogprobs(Struct, frozen=True):
 
 
 class ReplyMessage(Struct, frozen=True, kw_only=True):
-    """An assistant message; `tool_calls` is absent when there are none."""
+    """An assistant message; `reasoning_content` and `tool_calls` are absent when there are none."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

@@ -10,6 +10,7 @@ split at what still reads as a control token, and then the marks are taken out a
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import math
 import re
@@ -25,6 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import BadRequest
 from gateway.protocol import Message
+from gateway.tools.literals import literal
+from gateway.tools.values import members, raw
 
 _MARK_LENGTH = 8  # of 6,400 private letters each: nobody's text holds the mark by chance or guess
 _TOOL_LISTS = 32  # remembered
@@ -196,6 +199,7 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         env.filters["tojson"] = _to_json
+        env.filters["pairs"] = functools.partial(pairs, marks)
         env.globals["raise_exception"] = _raise
         env.globals["strftime_now"] = _now
         try:
@@ -291,6 +295,19 @@ class _Refusal(Exception):
 
 def _raise(said: object) -> NoReturn:
     raise _Refusal(str(said)[:_SAID_LIMIT])
+
+
+def pairs(marks: Marks, arguments: str) -> list[dict[str, str]]:
+    """A call's arguments one by one for layouts that write them so: `key`, and the value as `raw`
+    text (of a string its letters, else JSON) and as a Python `literal`."""
+    return [
+        {
+            "key": marks.guard_key(key),
+            "raw": marks.guard(raw(value)),
+            "literal": marks.guard(literal(json.loads(value))),
+        }
+        for key, value in members(arguments)
+    ]
 
 
 def _now(form: str) -> str:

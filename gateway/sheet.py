@@ -20,7 +20,8 @@ from gateway.counts import Counts
 
 TOTALS = (
     "prompt_tokens", "generated_tokens", "preemptions", "prefix_queries", "prefix_hits", "drafts",
-    "drafted_tokens", "accepted_tokens",
+    "drafted_tokens", "accepted_tokens", "closing_refusals", "closing_tokens", "closed_early",
+    "unopened",
 )  # fmt: skip
 _STATS = Stats.__struct_fields__
 _ENGINE = 2 + len(TOTALS) + len(_STATS)  # heard, restarts

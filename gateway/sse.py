@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.choices import Said
 from gateway.errors import ApiError
-from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Text
+from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Reasoning, Text
 from gateway.protocol import ChatLogprobs, TextLogprobs, TokenLogprob, Usage
 
 PING = b": ping\n"  # a comment without a blank line: some clients fail on an empty event
@@ -22,6 +22,7 @@ DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 _ARGUMENTS, _ARGUMENTS_END = b'"tool_calls":[{"index":%d,"function":{"arguments":', b"}}]"
+_CLOSED = b',"x-slipstream-call":"closed-early"'  # the header's name: a stream's has left
 _FINISHES = {reason: _encode(reason) for reason in ("stop", "length", "tool_calls")}
 
 
@@ -44,6 +45,7 @@ class _Frames:
         self._head = b"data: " + constant[:-1] + b',"choices":['
         self._include_usage = include_usage
         self._usage = b',"usage":null' if include_usage else b""
+        self._closed = b""  # what stands beside the stream's usage
         self._tail = self.close + b',"logprobs":null,"finish_reason":null}]' + self._usage
         self._tail += b"}\n\n"
 
@@ -67,7 +69,7 @@ class _Frames:
         """Usage if it was asked for, and the end of the stream."""
         if not self._include_usage:
             return DONE
-        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+        return self._head + b"]" + self._closed + b',"usage":' + _encode(usage) + b"}\n\n" + DONE
 
 
 class ChatFrames(_Frames):
@@ -121,7 +123,7 @@ class ChatFrames(_Frames):
         frames: list[bytes] = []
         if not self._opened[index]:
             self._opened[index] = True
-            content = b"null" if isinstance(events[0], CallStart) else b'""'
+            content = b"null" if isinstance(events[0], CallStart | Reasoning) else b'""'
             role = b'"role":"assistant","content":' + content + b',"refusal":null'
             frames += (self._deltas[index], role, self._tail)
         for event in events:
@@ -147,10 +149,14 @@ class ChatFrames(_Frames):
                     b',"type":"function","function":{"name":', _encode(name), b',"arguments":""}}]',
                 )  # fmt: skip
                 return self._deltas[index], *start, self._rest(index)
+            case Reasoning(text=text):
+                delta = self._deltas[index], b'"reasoning_content":', _encode(text)
+                return *delta, self._rest(index)
             case CallEnd():
                 return ()
             case Finish(reason=reason):
-                beside = b',"x-slipstream-call":"closed-early"' if closed_early else b""
+                beside = _CLOSED if closed_early else b""
+                self._closed = self._closed or beside
                 return (
                     self._deltas[index],
                     self._tailed(self._taken(index), _FINISHES[reason], beside),

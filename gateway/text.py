@@ -63,6 +63,10 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.bytes)
 
+    def specials(self) -> dict[str, int]:
+        """Text -> id of the control tokens."""
+        return {self.added[id]: id for id in self.special}
+
     def quote(self, id: int) -> None:
         """Note a token's text if it has some that begins and ends between code points."""
         with contextlib.suppress(UnicodeDecodeError, IndexError):
@@ -113,7 +117,10 @@ class Detokenizer:
     Invalid bytes become U+FFFD as soon as it is certain that nothing can complete them.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, stand_ins: Mapping[int, str] | None = None) -> None:
+        """`stand_ins`: control ids that are not skipped but shown, each as this text; what came
+        before one is whole (gateway/tools/control.py)."""
+        self._stand_ins = stand_ins or {}
         self._bytes = vocabulary.bytes
         self._strip = vocabulary.strip_first
         self._decoder = IncrementalDecoder("replace")
@@ -122,6 +129,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; ids outside the vocabulary have none."""
+        if self._stand_ins and not self._stand_ins.keys().isdisjoint(ids):
+            return self._among(ids)
         table = self._bytes
         try:
             raw = b"".join([table[id] for id in ids])
@@ -130,6 +139,16 @@ class Detokenizer:
         text = self._first(self._decoder.decode(raw)) if self._strip else self._decoder.decode(raw)
         self.pending = self._strip or self._decoder.buffer != b""
         return text
+
+    def _among(self, ids: Sequence[int]) -> str:
+        """The text of ids of which some are shown by stand-ins."""
+        texts: list[str] = []
+        start = 0
+        for at, id in enumerate(ids):
+            if shown := self._stand_ins.get(id):
+                texts += self.push(ids[start:at]), self.close(), shown
+                start = at + 1
+        return "".join(texts) + self.push(ids[start:])
 
     def close(self) -> str:
         """No more ids come: an incomplete tail is U+FFFD."""

@@ -20,6 +20,10 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
+from engine.grammar import lexical
+from engine.grammar.hints import hints, literals
+from engine.grammar.planner import Planner
+from engine.grammar.probe import Letters
 from engine.grammar.prose import Key, Prose
 from engine.messages import Grammar
 
@@ -33,7 +37,7 @@ TEXT_LIMIT = 8_000_000  # characters of one grammar
 # Fuel bounds the time of a hostile grammar.  The row limit allows 1,000 optional properties in one
 # object; the cost of an object's first mask grows with their square (80 ms there, 2.6 s at 5,000).
 _LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
+    "initial_lexer_fuel": 50_000_000,  # of all copies of a grammar together, as long as it is kept
     "step_lexer_fuel": 200_000,
     "step_max_items": 200_000,
     "max_items_in_row": 4_000,
@@ -64,6 +68,8 @@ class Vocabulary:
             tokenizer_json, n_vocab=size, eos_token=list(stop_ids)
         )
         self._pieces: list[bytes | None] = [None] * size
+        self._lexical = [bytearray(b"\xff") * size for _ in range(3)]  # 255: not asked before
+        self.letters = Letters(self)  # for planner.py
 
     def piece(self, token: int) -> bytes:
         """The token's bytes."""
@@ -71,6 +77,14 @@ class Vocabulary:
         if found is None:
             found = self._pieces[token] = self.tokenizer.decode_bytes([token])
         return found
+
+    def lexical(self, before: int, token: int) -> int:
+        """Where a JSON text stands behind the token (lexical.py)."""
+        known = self._lexical[before]
+        behind = known[token]
+        if behind == 255:
+            behind = known[token] = lexical.after(before, self.piece(token))
+        return behind
 
     def words(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first stop id, and before the first that is no token at all."""
@@ -87,7 +101,7 @@ class Vocabulary:
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_past", "_prose", "_vocabulary", "matcher", "prose_masks", "steps")
+    __slots__ = ("_lexical", "_past", "_prose", "_vocabulary", "matcher", "prose_masks", "steps")
 
     def __init__(
         self,
@@ -102,6 +116,7 @@ class State:
         self._vocabulary = vocabulary
         self._prose = prose  # None: not in free text
         self._past: Past | None = None  # a linked list, as clones share it
+        self._lexical = bytearray(1)  # behind each token, after what it was at the start
 
     def accept(self, token: int) -> bool:
         """Take one token; False, and nothing changes, when it is illegal or a stop id."""
@@ -111,13 +126,20 @@ class State:
         """Take tokens up to the first illegal one or stop id; return how many."""
         words = self._vocabulary.words(tokens)
         taken: int = self.matcher.try_consume_tokens(words)
-        for step, word in enumerate(words[:taken], self.steps):
+        for word in words[:taken]:
             if self._prose is None:
-                break
-            self._past = (step, self._prose, self._past)
-            self._prose = self._prose.after(self._vocabulary.piece(word))
-        self.steps += taken
+                self._lexical.append(self._vocabulary.lexical(self._lexical[-1], word))
+            else:
+                self._read(self._prose, self._vocabulary.piece(word))
+            self.steps += 1
         return taken
+
+    def _read(self, prose: Prose, piece: bytes) -> None:
+        """Take a token of free text; what of it lies behind the trigger is JSON."""
+        self._past = (self.steps, prose, self._past)
+        self._prose = prose.after(piece)
+        text = b"" if self._prose else prose.beyond(piece)
+        self._lexical.append(lexical.after(lexical.OUTSIDE, text))
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
@@ -126,6 +148,7 @@ class State:
             rolled = self.matcher.rollback(count)
             assert rolled, self.matcher.get_error()
             self.steps -= count
+            del self._lexical[-count:]
             while self._past and self._past[0] >= self.steps:
                 _, self._prose, self._past = self._past
 
@@ -133,6 +156,20 @@ class State:
         """How many of the tokens are legal in a row from here; a stop id is not counted."""
         legal: int = self.matcher.validate_tokens(self._vocabulary.words(tokens))
         return legal
+
+    def closes(self, tokens: Sequence[int]) -> bool:
+        """Whether the tokens, none of them a stop id, are legal from here and may end the output.
+
+        The matcher judges a stop id behind them and does not move: a microsecond or two, where
+        moving to the end and back takes 25.
+        """
+        judged: int = self.matcher.validate_tokens([*tokens, self._vocabulary.letters.end])
+        return judged == len(tokens) + 1 or (not tokens and self.accepting)
+
+    @property
+    def lexical(self) -> int:
+        """Where the JSON text stands (lexical.py); outside a string while it is free text."""
+        return self._lexical[-1]
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as the tokenizer itself would cut them; often none."""
@@ -171,14 +208,18 @@ class State:
         """An independent copy."""
         other = State(self.matcher.deep_copy(), self._vocabulary, self._prose, self.prose_masks)
         other.steps, other._past = self.steps, self._past
+        other._lexical = self._lexical.copy()
         return other
 
 
 class Compiled:
     """A grammar that is ready: its start can be copied any number of times."""
 
-    def __init__(self, lark: str, start: State, first_mask: NDArray[np.int32]) -> None:
+    def __init__(
+        self, lark: str, start: State, first_mask: NDArray[np.int32], planner: Planner
+    ) -> None:
         self.lark = lark
+        self.planner = planner  # of endings; it has planned from the start
         self._start = start
         self.first_mask = first_mask  # int32 [ceil(vocab / 32)], read-only
 
@@ -199,6 +240,7 @@ class Compiler:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # code, message
         self._characters = 0
 
     def cached(self, grammar: Grammar) -> Compiled | None:
@@ -213,8 +255,17 @@ class Compiler:
         """Compile here and now, or take it from the cache; raise GrammarRefused."""
         if found := self.cached(grammar):
             return found
-        compiled = self._compile(grammar)
         key = _key(grammar)
+        if refused := self._refused.get(key):
+            raise GrammarRefused(*refused)
+        try:
+            compiled = self._compile(grammar)
+        except GrammarRefused as refusal:
+            with self._lock:  # a client asks again, and a search in vain is the longest
+                self._refused[key] = refusal.code, refusal.message
+                while len(self._refused) > KEPT:
+                    self._refused.popitem(last=False)
+            raise
         with self._lock:
             if key not in self._kept:  # two threads may have compiled the same text
                 self._kept[key] = compiled
@@ -223,6 +274,12 @@ class Compiler:
                 _, old = self._kept.popitem(last=False)
                 self._characters -= len(old.lark)
         return compiled
+
+    def forget(self, grammar: Grammar) -> None:
+        """Compile it anew next time: all copies of a broken matcher share what is used up."""
+        with self._lock:
+            if old := self._kept.pop(_key(grammar), None):
+                self._characters -= len(old.lark)
 
     def submit(self, grammar: Grammar, done: Callable[[Compiled | GrammarRefused], None]) -> None:
         """Compile in the pool and call `done` from there, exactly once."""
@@ -272,9 +329,21 @@ class Compiler:
                 "them. Use fewer optional properties or smaller patterns.",
             )
         mask.flags.writeable = False
-        prose = Prose(grammar.trigger.encode()) if grammar.trigger else None
-        return Compiled(grammar.lark, State(matcher, self.vocabulary, prose, {}), mask[0])
+        free = grammar.trigger or grammar.opening
+        prose = Prose(grammar.trigger.encode(), b"", grammar.opening.encode()) if free else None
+        start = State(matcher, self.vocabulary, prose, {})
+        lark = grammar.lark
+        planner = Planner(start, self.vocabulary, hints(lark), literals(lark))
+        if planner.start_plan is None:
+            raise GrammarRefused(
+                "no_finite_instance",
+                "No output that satisfies the schemas of this request was found within the limits. "
+                "Give each recursive schema a way to end (an optional property, null, an empty "
+                "array), and simplify patterns and long minimums.",
+            )
+        return Compiled(grammar.lark, start, mask[0], planner)
 
 
 def _key(grammar: Grammar) -> bytes:
-    return hashlib.sha256(f"{grammar.trigger}\0{grammar.lark}".encode()).digest()
+    free = f"{grammar.trigger}\0{grammar.opening}"
+    return hashlib.sha256(f"{free}\0{grammar.lark}".encode()).digest()

@@ -3,6 +3,9 @@
 A tool turn is mostly free text, and its masks are the dearest (the whole vocabulary is walked),
 though few of them differ: they depend only on how much of the trigger the text ends with, and on an
 unfinished code point.  masks.py keeps them by that key.
+
+A trigger may be a control token: its piece is its name.  Then text never completes it, and all keys
+of whole text have the same mask; a text that only looks like it just has its masks computed.
 """
 
 from __future__ import annotations
@@ -16,21 +19,35 @@ _NARROW = (0xE0, 0xED, 0xF0, 0xF4)  # lead bytes that allow only some continuati
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """The end of a text that does not hold the trigger."""
+    """The end of a text that neither holds the trigger nor starts with the opening."""
 
-    trigger: bytes
+    trigger: bytes  # empty: only the opening matters
     tail: bytes = b""
+    opening: bytes = b""  # not empty while the tail is the whole text and may become this
 
     def after(self, piece: bytes) -> Prose | None:
-        """The text with `piece` behind it; None when that completes the trigger."""
+        """The text with `piece` behind it; None when that completes the trigger or the opening."""
         text = self.tail + piece
-        if self.trigger in text:
+        if self.trigger and self.trigger in text:
             return None
+        if self.opening and text.startswith(self.opening):
+            return None
+        if self.opening and self.opening.startswith(text):
+            return Prose(self.trigger, text, self.opening)
         return Prose(self.trigger, text[-max(len(self.trigger) - 1, 3) :])
+
+    def beyond(self, piece: bytes) -> bytes:
+        """What is no free text any more, when `piece` completes the trigger or the opening."""
+        text = self.tail + piece
+        if self.trigger and self.trigger in text:
+            return text.partition(self.trigger)[2]
+        return text
 
     @property
     def key(self) -> Key:
         """Equal for two texts exactly when the same may follow them."""
+        if self.opening:
+            return -2, len(self.tail)
         unfinished = _unfinished(self.tail)
         return (-1, unfinished) if unfinished else (self._overlap(), 0)
 

@@ -6,6 +6,7 @@ Everything here is a pure function of the request's bytes, so checked tools are 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from gateway.tools.finished import complaint
 
 TOOLS_LIMIT = 128
 SIZE_LIMIT = 10_000  # arrays and objects in the schemas of all tools: about 1 s of checking
+JUDGED_S = 0.2  # for the finished calls of one choice
 REMEMBERED = 256 * 1024  # bytes; larger tool lists are checked again every time
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
@@ -56,6 +58,7 @@ class ToolPlan:
     scan: bool  # the output may hold calls: run the format's scanner over it
     named: bool  # one tool was named: the turn ends with `stop`, as OpenAI's does
     tools: tuple[dict[str, Any], ...] = ()  # as on the wire, to show in the prompt
+    checked: tuple[Tool, ...] = ()  # those that may be called, for the scanner
     dropped: tuple[tuple[str, Dropped], ...] = ()  # (request field, keyword that is not enforced)
     relaxed: tuple[tuple[str, Any], ...] = ()  # (tool name, "" = the answer; its full schema)
 
@@ -79,6 +82,14 @@ class ToolPlan:
             if relaxed == name:
                 return complaint(schema, text)
         return ""
+
+    def judged(self, calls: Sequence[tuple[str, str]]) -> list[bool]:
+        """Whether each (tool name, arguments) satisfies its schema, as far as JUDGED_S shows it.
+
+        For a thread: up to JUDGED_S and one complaint().
+        """
+        end = time.monotonic() + JUDGED_S
+        return [time.monotonic() < end and not self.complaint(*call) for call in calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +126,48 @@ def plan(
     if mode == "none" or not allowed:
         grammar = None
         if answer:
-            grammar = Grammar(f"start: %json {embed(answer.schema)}\n", "response_format")
-        return ToolPlan(grammar, False, False, (), noted, relaxed)
+            lark = f"start: %json {embed(answer.schema)}\n"
+            if fmt.framed:
+                lark = fmt.grammar((), "auto", False, answer.schema)
+            grammar = Grammar(lark, "response_format")
+        return ToolPlan(grammar, fmt.framed, False, dropped=noted, relaxed=relaxed)
+    beyond = _beyond(fmt, allowed, checked)
     schema = answer.schema if answer else None
     lark = fmt.grammar(allowed, mode, parallel is not False, schema)
+    free = mode == "auto" and schema is None
     return ToolPlan(
-        Grammar(lark, "tools", fmt.begin if mode == "auto" and schema is None else ""),
+        Grammar(lark, "tools", *((fmt.begin, fmt.opening) if free else ())),
         scan=True,
         named=mode == "named",
         tools=checked.wire,
-        dropped=checked.dropped + noted,
-        relaxed=checked.relaxed + relaxed,
+        checked=tuple(allowed),
+        dropped=checked.dropped + beyond.dropped + noted,
+        relaxed=checked.relaxed + beyond.relaxed + relaxed,
     )
+
+
+def _beyond(fmt: Format, allowed: Sequence[Tool], checked: _Checked) -> _Checked:
+    """What the layout cannot promise of the tools' schemas; raise BadSchema for a strict one."""
+    dropped: list[tuple[str, Dropped]] = []
+    relaxed: list[tuple[str, Any]] = []
+    for i, tool in enumerate(checked.tools):
+        if tool not in allowed or not (gone := fmt.unenforced(tool)):
+            continue
+        param = f"tools[{i}].function.parameters"
+        if tool.strict:
+            first = gone[0]
+            at = f"at {first.pointer or '/'}: keyword {first.keyword!r} cannot be enforced"
+            raise _bad(
+                param,
+                f"Invalid schema for function {tool.name!r}: {at}: {first.why}. Remove it, or set "
+                "strict to false to have it checked after the fact.",
+                "unsupported_schema_keyword",
+                first.pointer,
+                first.keyword,
+            )
+        dropped += ((param, one) for one in gone)
+        relaxed.append((tool.name, checked.wire[i]["function"].get("parameters")))
+    return _Checked((), (), tuple(dropped), tuple(relaxed))
 
 
 def _raw(field: object) -> bytes:

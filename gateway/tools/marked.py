@@ -1,196 +1,227 @@
-"""Calls written as JSON between fixed literals: their grammar and scanner.  No schema logic.
+"""Calls as JSON arguments between literals: how they are written, and their grammar.  Reads none.
 
-text  BEGIN HEAD name MIDDLE {arguments} END  JOINT  BEGIN HEAD name MIDDLE {arguments} END
+text  BEGIN OPENING name BETWEEN {arguments} END  AGAIN name BETWEEN {arguments} END  CLOSE
+
+A layout of this kind is data: one `Marks` in one file.  See marked_scanner.py for the way back.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import re
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from engine.grammar.schema import embed
-from gateway.events import CallArgs, CallEnd, CallStart, Event, Text
+from engine.grammar.schema import Dropped, embed
 from gateway.tools import Choice, Tool
+from gateway.tools.chatml import chatml
+from gateway.tools.control import UNBOUND, Bound, bind
+from gateway.tools.marked_scanner import ID, MarkedScanner, Part, Path
 
-_ID_LETTERS = string.ascii_letters + string.digits
-_NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "_-")
-_NAME_LIMIT = 64  # characters, as on the wire
+_LETTERS = string.ascii_letters + string.digits
+_LEXEME = re.compile(r'"[^"]*"|, |: |.')
 
 
-def new_id() -> str:
+def openai_id() -> str:
     """A call id: unique, not guessable."""
-    return "call_" + "".join(secrets.choice(_ID_LETTERS) for _ in range(24))
+    return "call_" + "".join(secrets.choice(_LETTERS) for _ in range(24))
+
+
+def mistral_id() -> str:
+    """A call id as Mistral's templates demand it: nine letters and digits."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The literals around a call.
+    """The literals around calls; each may hold control tokens."""
 
-    `end` holds something that JSON strings cannot (a raw newline, a control token), so the first
-    one seen closes the arguments whatever they hold.
-    """
-
-    begin: str  # the trigger
-    head: str  # begin -> name
-    middle: str  # name -> the `{` of the arguments
+    begin: str  # the trigger, "" = calls open the message
+    opening: str  # begin -> the first name
+    again: str  # end -> the next name
+    between: tuple[Part, ...]  # name -> the `{` of the arguments, with at most one id
     end: str  # the `}` of the arguments -> after the call
-    joint: str  # between two calls
+    close: str = ""  # after the last call
+    other_opening: str = ""  # what may stand in place of `opening`
+    other_end: tuple[Part, ...] = ()  # what may stand in place of `end`
+    before: str = ""  # a control token that calls may open with elsewhere than `begin` says
+    id_shape: str = ID  # of a call's id, by the name and the id that the model wrote
+    id_written: str = ""  # Jinja: how the `id` of `call` in history is written, in place of a Span
+    mint: Callable[[], str] = openai_id  # for calls whose id the model does not write
 
-    def write(self, name: str, arguments: str) -> str:
-        """One call as text."""
-        return f"{self.begin}{self.head}{name}{self.middle}{arguments}{self.end}"
 
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A format of this kind; see gateway.tools.Format for what each member means."""
 
-def grammar(
-    marks: Marks,
-    tools: Sequence[Tool],
-    choice: Choice,
-    parallel: bool,
-    answer: Mapping[str, object] | None,
-) -> str:
-    """The Lark text of `Format.grammar`.
+    name: str
+    marks: Marks
+    signature: tuple[str, ...]
+    markers: tuple[str, ...]
+    control: Bound = UNBOUND
+    template: str = field(init=False, repr=False)
 
-    The tool's name comes before its `%json`, so that alternatives differ early and each `%json`
-    keeps its own `$defs`.  After a call only a joined call or the end may follow: the next turn's
-    prompt could not re-print text there in its place.
-    """
-    begin = _quote(marks.begin)
-    more = f"({_quote(marks.joint)} {begin} body)*" if parallel and choice != "named" else ""
-    calls = f"{begin} body {more}"
-    lines: list[str] = []
-    if choice != "auto":
-        lines.append(f"start: {calls}")
-    elif answer is not None:
-        lines += [f"start: {calls} | answer", f"answer: %json {embed(answer)}"]
-    else:
-        # The lazy rule wins as soon as the trigger is complete; until then both are alive.
-        lines += [
-            f"start: TEXT | head body {more}",
-            "TEXT: /(.|\\n)*/",
-            f"head[lazy]: /(.|\\n)*/ {begin}",
+    framed = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "template", chatml(_jinja(self.marks)))
+
+    @property
+    def begin(self) -> str:
+        """The trigger: a text, or a control token's name."""
+        return self.marks.begin or (self.marks.before if self._before() else "")
+
+    @property
+    def opening(self) -> str:
+        """What free text cannot start with."""
+        return "" if self.marks.begin else self.marks.opening
+
+    @property
+    def example(self) -> str:
+        """One call as the model writes it."""
+        return self.write([("add", '{"a": 1, "b": 2}')])
+
+    @property
+    def stand_ins(self) -> Mapping[int, str]:
+        """For the Detokenizer."""
+        return self.control.stand_ins()
+
+    def bound(self, special: Mapping[str, int]) -> Marked:
+        """The same format for a vocabulary."""
+        control = bind(self.markers, special)
+        return replace(self, control=control) if control.ids else self
+
+    def unenforced(self, tool: Tool) -> Sequence[Dropped]:
+        """Nothing: arguments are JSON."""
+        return ()
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls as the model writes them."""
+        marks = self.marks
+        texts: list[str] = []
+        for at, (name, arguments) in enumerate(calls):
+            texts.append(marks.again if at else marks.begin + marks.opening)
+            texts.append(name)
+            texts += (p if isinstance(p, str) else f"{at:0{p.low}d}" for p in marks.between)
+            texts += arguments, marks.end
+        return "".join(texts) + marks.close if texts else ""
+
+    def grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: Choice,
+        parallel: bool,
+        answer: Mapping[str, object] | None = None,
+    ) -> str:
+        """Lark text; see Format.grammar.
+
+        The tool's name comes before its `%json`, so that alternatives differ early and each `%json`
+        keeps its own `$defs`.  After a call only a joined call or the end may follow: the next
+        turn's prompt could not re-print text there in its place.
+        """
+        marks, lark = self.marks, self.control.lark
+        opening, again, inside = marks.opening, marks.again, ""
+        if not marks.begin and answer is not None:  # one lexer reads both: in the answer's words
+            opening, again, inside = "", again.removesuffix(opening), opening
+        first = lark(opening)
+        if marks.other_opening:
+            first = f"({first} | {lark(marks.other_opening)})"
+        more = f"({lark(again)} tool)*" if parallel and choice != "named" else ""
+        end = lark(marks.end)
+        if marks.other_end:
+            end = f"({end} | {self._lark(marks.other_end)})"
+        lines = [
+            *self._starts(choice, answer),
+            f"calls: {first} tool {more} {lark(marks.close)}",
+            "tool: " + " | ".join(f"tool_{i}" for i in range(len(tools))),
         ]
-    lines.append("body: " + " | ".join(f"tool_{i}" for i in range(len(tools))))
-    for i, tool in enumerate(tools):
-        opening = _quote(f"{marks.head}{tool.name}{marks.middle}")
-        lines.append(f"tool_{i}: {opening} %json {embed(tool.parameters)} {_quote(marks.end)}")
-    return "\n".join(lines) + "\n"
+        for i, tool in enumerate(tools):
+            head = self._lark([tool.name, *marks.between])
+            if inside:
+                head = _lexemes(inside + tool.name + "".join(map(str, marks.between)))
+            lines.append(f"tool_{i}: {head} %json {embed(tool.parameters)} {end}")
+        return "\n".join(lines) + "\n"
+
+    def _starts(self, choice: Choice, answer: Mapping[str, object] | None) -> list[str]:
+        begin = self.control.lark(self.marks.begin)
+        before = self._before()
+        calls = f"{begin} calls" + (f" | {before} calls" if before else "")
+        if choice != "auto":
+            return [f"start: {calls}"]
+        if answer is not None:
+            return [f"start: {calls} | answer", f"answer: %json {embed(answer)}"]
+        if not begin:  # the opening cannot be text; elsewhere it is
+            later = f" | TEXT {before} calls" if before else ""
+            text = f"/(.|\\n)*/ & ~/{_regex(self.marks.opening)}(.|\\n)*/"
+            return [f"start: TEXT | calls{later}", f"TEXT: {text}"]
+        text = "TEXT: /(.|\\n)*/"
+        if self.marks.begin in self.control.ids:  # text cannot hold a control token
+            return [f"start: TEXT | TEXT {begin} calls", text]
+        # The lazy rule wins as soon as the trigger is complete; until then both are alive.
+        return ["start: TEXT | head calls", text, f"head[lazy]: /(.|\\n)*/ {begin}"]
+
+    def _before(self) -> str:
+        """The control token that may open calls, as Lark; empty when the vocabulary has none."""
+        return self.control.lark(self.marks.before) if self.marks.before in self.control.ids else ""
+
+    def _lark(self, parts: Iterable[Part]) -> str:
+        """Parts as Lark, neighbouring literals as one."""
+        terms: list[str] = []
+        literal = ""
+        for part in parts:
+            if isinstance(part, str):
+                literal += part
+            else:
+                terms += self.control.lark(literal), f"/[{part.letters}]{{{part.low},{part.high}}}/"
+                literal = ""
+        return " ".join([*terms, self.control.lark(literal)])
+
+    def scanner(self, tools: Sequence[Tool] = ()) -> MarkedScanner:
+        """A fresh scanner for one choice."""
+        marks, seen = self.marks, self.control.seen
+        between = tuple(seen(p) if isinstance(p, str) else p for p in marks.between)
+        openings = [seen(marks.opening)] + ([marks.other_opening] if marks.other_opening else [])
+        ends = [(seen(marks.end),)] + ([marks.other_end] if marks.other_end else [])
+        return MarkedScanner(
+            Path(
+                begin=seen(self.begin),
+                openings=tuple(openings),
+                first="" if marks.begin else marks.opening,
+                again=seen(marks.again),
+                close=seen(marks.close),
+                between=(*between, "{"),
+                ends=tuple(ends),
+                id_shape=marks.id_shape,
+            ),
+            marks.mint,
+        )
 
 
-def _quote(literal: str) -> str:
-    return json.dumps(literal)
+def _regex(literal: str) -> str:
+    """A literal as a regex of Lark's."""
+    return "".join(letter if letter.isalnum() else f"\\x{ord(letter):02x}" for letter in literal)
 
 
-class MarkedScanner:
-    """The one scanner over marked calls: text in, events out, nothing sent is ever taken back.
-
-    Held back: the longest suffix that may begin a call (in text) or the closing literal (in
-    arguments), and white space after a call until it is known whether something follows it.
-    """
-
-    def __init__(self, marks: Marks, mint: Callable[[], str] = new_id) -> None:
-        self._marks = marks
-        self._open = marks.begin + marks.head
-        self._mint = mint
-        self._held = ""
-        self._index = -1  # of the newest call
-        self._inside = False  # between a call's name and its closing literal
-        self._after = False  # white space since the last call may still turn out to be a joint
-        self.call = -1  # the one that is open
-        self.watched: bytes | None = _json(self._open[0])
-
-    def push(self, text: str) -> list[Event]:
-        """Take the next piece of text; return what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._held and (self._arguments(events) if self._inside else self._prose(events)):
-            pass
-        self.call = self._index if self._inside else -1
-        held = self._held or (self._after and not self._inside)
-        watched = self._marks.end if self._inside else self._open
-        self.watched = None if held else _json(watched[0])
-        return events
-
-    def close(self) -> list[Event]:
-        """No more text comes: what was held back is text, or arguments of a call that was cut."""
-        rest, self._held = self._held, ""
-        if self._inside:
-            return [CallArgs(self._index, rest)] if rest else []
-        return [] if not rest or (self._after and rest.isspace()) else [Text(rest)]
-
-    def _arguments(self, events: list[Event]) -> bool:
-        """Emit arguments; return whether the call closed and there may be more to scan."""
-        at = self._held.find(self._marks.end)
-        keep = at if at >= 0 else len(self._held) - _overlap(self._held, self._marks.end)
-        if keep:
-            events.append(CallArgs(self._index, self._held[:keep]))
-        if at < 0:
-            self._held = self._held[keep:]
-            return False
-        self._held = self._held[at + len(self._marks.end) :]
-        self._inside, self._after = False, True
-        events.append(CallEnd(self._index))
-        return True
-
-    def _prose(self, events: list[Event]) -> bool:
-        """Emit text up to what may begin a call; return whether there may be more to scan."""
-        at = self._held.find(self._open)
-        if at < 0:
-            self._emit(events, len(self._held) - _overlap(self._held, self._open))
-            return False
-        self._emit(events, at)
-        return self._opened(events, self._held.find(self._open))
-
-    def _opened(self, events: list[Event], at: int) -> bool:
-        """A call may open at `at`: read its name and enter it, or take it for text."""
-        start = at + len(self._open)
-        stop = self._held.find('"', start)
-        name = self._held[start : stop if stop >= 0 else None]
-        middle = self._marks.middle + "{"
-        tail = self._held[start + len(name) : start + len(name) + len(middle)]
-        if not _may_name(name) or not middle.startswith(tail) or (tail and not name):
-            self._after = False
-            self._emit(events, at + 1)  # its first letter is text; the rest is scanned again
-            return True
-        if tail != middle:
-            return False
-        self._index += 1
-        self._inside = True
-        self._held = self._held[start + len(name) + len(self._marks.middle) :]
-        events.append(CallStart(self._index, self._mint(), name))
-        return True
-
-    def _emit(self, events: list[Event], count: int) -> None:
-        """Send the first `count` held characters as text; keep white space after a call."""
-        text = self._held[:count]
-        if self._after and (not text or text.isspace()):
-            return
-        self._after = False
-        self._held = self._held[count:]
-        if text:
-            events.append(Text(text))
+def _lexemes(literal: str) -> str:
+    """A start of JSON text as Lark, cut as llguidance cuts JSON: its lexer never goes back."""
+    return " ".join(map(json.dumps, _LEXEME.findall(literal)))
 
 
-@functools.cache
-def _json(letter: str) -> bytes:
-    """A letter as it stands in JSON text."""
-    return msgspec.json.encode(letter)[1:-1]
+def _jinja(marks: Marks) -> str:
+    """The body of a macro that prints `calls` as write() does."""
 
+    def shown(literal: str) -> str:
+        return "{{- " + json.dumps(literal, ensure_ascii=False) + " -}}"
 
-def _may_name(text: str) -> bool:
-    return len(text) <= _NAME_LIMIT and _NAME_LETTERS.issuperset(text)
-
-
-def _overlap(text: str, literal: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `literal`."""
-    at = text.find(literal[0], max(0, len(text) - len(literal) + 1))
-    while at >= 0:
-        if literal.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(literal[0], at + 1)
-    return 0
+    between = "".join(
+        shown(part) if isinstance(part, str) else "{{- " + marks.id_written + " -}}"
+        for part in marks.between
+    )
+    first = f"{{%- if loop.first -%}}{shown(marks.begin + marks.opening)}"
+    return (
+        f"{{%- for call in calls -%}}{first}{{%- else -%}}{shown(marks.again)}{{%- endif -%}}"
+        f"{{{{- call.name -}}}}{between}{{{{- call.arguments -}}}}{shown(marks.end)}"
+        f"{{%- endfor -%}}{shown(marks.close)}"
+    )

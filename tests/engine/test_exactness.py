@@ -47,11 +47,14 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
+JSON = f"start: %json {json.dumps(SCHEMA)}"
 GRAMMARS = {
     "free": None,
-    "json": Grammar(f"start: %json {json.dumps(SCHEMA)}"),
+    "json": Grammar(JSON),
     "choice": Grammar('start: "<a>" ("yes" | "no" | /[0-9]{3,9}/)+ "</a>"'),
+    "tight": Grammar(JSON),  # with so few tokens that closing plans have to speak
 }
+BUDGETS = {"json": 80, "tight": len('{"city":"","days":["mon"],"n":1}')}
 WAYS = {
     "batch": {"together": True},
     "chunked": {"max_batch_tokens": 24, "mixed_tokens": 9},
@@ -140,7 +143,7 @@ def requests(draw: str, grammar: str, n: int) -> list[Submit]:
     ]
     return [
         Submit(
-            f"r{i}", prompt, 40 + i,
+            f"r{i}", prompt, BUDGETS.get(grammar, 40) + i,
             msgspec.structs.replace(DRAWS[draw], seed=DRAWS[draw].seed + i),
             n=n, stop_ids=[EOS], grammar=GRAMMARS[grammar],
         )

@@ -211,6 +211,7 @@ def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch, depth):
     ).drain()
     assert run.failed["bad"].code == "grammar_failed"
     assert run.finish(("good", 0)) == "length" and engine.pool.used == 0
+    assert engine._compiler.cached(JSON) is None, "what broke is not given to the next request"
 
 
 @pytest.mark.parametrize("depth", [0, 1])

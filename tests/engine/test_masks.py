@@ -188,7 +188,7 @@ def test_a_broken_matcher_closes_its_own_rows_only(calls: list[str]) -> None:
     vocab = 259
     compiler, masks = Compiler(byte_tokenizer_json(), vocab, [EOS]), Masks(vocab, 16)
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2_000)}}
-    broken = compiler.compile(Grammar('start: "a" ' + of_schema(wide).lark[len("start: ") :]))
+    broken = compiler.compile(Grammar('start: "A" | "a" ' + of_schema(wide).lark[len("start: ") :]))
     state, start = broken.start(), compiler.compile(AB).start
     around: list[Request] = [(0, start(), []), (5, start(), []), (6, start(), list(AB_TEXT[:2]))]
     wanted, legal = one_by_one(around, vocab, 9)

@@ -311,7 +311,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_without_its_text(
 def test_a_matcher_that_hits_its_limit_allows_nothing_not_even_a_stop_id() -> None:
     compiler = Compiler(byte_tokenizer_json(), VOCAB, STOPS)
     wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2_000)}}
-    state = compiler.compile(Grammar(f'start: "a" %json {embed(wide)}\n')).start()
+    state = compiler.compile(Grammar(f'start: "A" | "a" %json {embed(wide)}\n')).start()
     masks = Masks(VOCAB, 4)
     rows = bits(masks.fill([(0, state, list(b'a{"'))], rows=4))
     assert state.broken and rows == [set()] * 4 and masks.legal == [0]

@@ -63,6 +63,8 @@ vllm:request_generation_tokens_bucket
 slipstream:tool_calls_total slipstream:client_disconnects_total
 slipstream:engine_restarts_total slipstream:engine_heartbeat_age_seconds
 slipstream:event_loop_lag_seconds slipstream:session_header_invalid_total
+slipstream:closing_refusals_total slipstream:closing_substitutions_total
+slipstream:closed_early_total slipstream:calls_unopened_total
 """.split()
 
 

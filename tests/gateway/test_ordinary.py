@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,8 +15,10 @@ from gateway.choices import Choice
 from gateway.ordinary import Ordinary
 from gateway.sse import ChatFrames, TextFrames
 from gateway.text import Vocabulary
-from gateway.tools.hermes import MARKS
-from gateway.tools.marked import MarkedScanner
+from gateway.tools.hermes import FORMAT
+from gateway.tools.marked import Marked
+from gateway.tools.marked_scanner import MarkedScanner
+from tests.calls import Dialect, dialect
 from tests.gateway.test_text import sentence_piece_json
 from tests.scripted import EOS, byte_tokenizer_json
 
@@ -38,8 +41,10 @@ class Socket:
 class Stream:
     """One choice whose first token was shown by the long way."""
 
-    def __init__(self, vocabulary: Vocabulary, kind=ChatFrames, scanner=None) -> None:
-        self.choice = Choice(0, vocabulary, scanner=scanner)
+    def __init__(
+        self, vocabulary: Vocabulary, kind=ChatFrames, scanner=None, stand_ins=None
+    ) -> None:
+        self.choice = Choice(0, vocabulary, scanner=scanner, stand_ins=stand_ins)
         self.frames = kind("id", 1, "m", choices=1, include_usage=False)
         self.socket = Socket()
         self.ticks = 0
@@ -67,9 +72,10 @@ class Stream:
         return b"".join(self.socket.written), choice.ids, choice.tokens, choice.calls, choice._call
 
 
-def calling() -> MarkedScanner:
+def calling(fmt: Marked = FORMAT) -> MarkedScanner:
     ids = iter(range(100))
-    return MarkedScanner(MARKS, lambda: f"call_{next(ids)}")
+    marks = replace(fmt.marks, mint=lambda: f"call_{next(ids)}")
+    return replace(fmt, marks=marks).scanner()
 
 
 text = st.text(st.sampled_from('a<" \\\n\x00\x7fé東😀\u2028\ufeff'), max_size=6)
@@ -92,25 +98,39 @@ def test_any_tokens_in_any_groups_give_the_bytes_of_the_long_way(json, kind, gro
     assert not short.errors
 
 
-CALL = MARKS.write("get", '{"a": "} <é"}')
-PIECES = [CALL, CALL[:30], "\n", " ", "x < y", "<tool_call>\n", "}", "ok", CALL + "\n"]
-pieces = st.sampled_from(PIECES)
+ARGUMENTS = r'{"a": "} <é{\"]", "b": [{}, "\n", "\\"]}'
+PIECES = ["half", "call", "calls", "call ", "\n", " ", "x < y", "{", "}", "ok", '"', "\\", "begin"]
+SAID = [dialect(name, bound) for name in ("hermes", "mistral13", "mistral", "kimi", "deepseek")
+        for bound in (False, True)]  # fmt: skip
 
 
+def spelled(said: Dialect, piece: str) -> str:
+    call = said.written([("get", ARGUMENTS)])
+    both = said.written([("get", ARGUMENTS), ("put", "{}")])
+    named = {"call": call, "calls": both, "call ": call + " ", "half": call[: len(call) - 9],
+             "begin": said.seen(said.fmt.begin)}  # fmt: skip
+    return named.get(piece, piece)
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda s: f"{s.fmt.name}-{len(s.ids)}")
 @settings(deadline=None)
-@given(texts=st.lists(pieces, max_size=6), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_calls_however_cut_give_the_bytes_and_the_calls_of_the_long_way(texts, cuts):
-    raw = "".join(texts).encode()
+@given(texts=st.lists(st.sampled_from(PIECES), max_size=6),
+       cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_calls_however_cut_give_the_bytes_and_the_calls_of_the_long_way(said, texts, cuts):
+    tokens = said.tokens("".join(spelled(said, piece) for piece in texts))
     groups, start = [], 0
     for size in itertools.cycle(cuts):
-        if start >= len(raw):
+        if start >= len(tokens):
             break
-        groups.append(list(raw[start : start + size]))
+        groups.append(tokens[start : start + size])
         start += size
-    vocabulary = Vocabulary(byte_tokenizer_json())
+    vocabulary = Vocabulary(said.tokenizer_json)
     for id in range(128):
         vocabulary.quote(id)
-    short, long = (Stream(vocabulary, scanner=calling()) for _ in range(2))
+    short, long = (
+        Stream(vocabulary, scanner=calling(said.fmt), stand_ins=said.fmt.stand_ins)
+        for _ in range(2)
+    )
     for ids in groups:
         assert short.sink(Out("r", 0, list(ids)))
         long.past(Out("r", 0, list(ids)))
@@ -120,12 +140,27 @@ def test_calls_however_cut_give_the_bytes_and_the_calls_of_the_long_way(texts, c
     assert not short.errors
 
 
+def test_the_strings_of_arguments_that_end_with_their_object_go_the_short_way():
+    said = dialect("mistral13", True)
+    vocabulary = Vocabulary(said.tokenizer_json)
+    for id in range(128):
+        vocabulary.quote(id)
+    stream = Stream(vocabulary, scanner=calling(said.fmt), stand_ins=said.fmt.stand_ins)
+    stream.past(Out("r", 0, said.tokens(said.written([("get", '{"')]))))
+    assert stream.long == 1
+    for text, long in (("a", 1), ("}", 1), ("{", 1), ('"', 2), (":", 3), ('"', 4), ("x", 4),
+                       ("\\", 5), ("n", 6), ("y", 6), ("}", 6), ('"', 7), ("}", 8)):  # fmt: skip
+        stream.sink(Out("r", 0, list(text.encode())))
+        assert stream.long == long, text
+    assert stream.choice.calls == [("get", '{"a}{":"x\\ny}"}')]
+
+
 def test_arguments_and_text_between_their_marks_go_the_short_way():
     vocabulary = Vocabulary(byte_tokenizer_json())
     for id in range(128):
         vocabulary.quote(id)
     stream = Stream(vocabulary, scanner=calling())
-    stream.past(Out("r", 0, list(MARKS.write("get", "{")[: -len(MARKS.end)].encode())))
+    stream.past(Out("r", 0, list(FORMAT.write([("get", "{")])[: -len(FORMAT.marks.end)].encode())))
     for text, long in (("a: b", 1), ("}", 2), ("x", 3), ("y", 3), ("}\n", 4), ("</tool_call>", 5),
                        ("\n", 6), ("z", 7), ("z", 7), ("<", 8), ("z", 9), ("z", 9)):
         stream.sink(Out("r", 0, list(text.encode())))
