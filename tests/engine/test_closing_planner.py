@@ -326,14 +326,3 @@ def test_a_run_that_only_another_letter_ends_is_no_trap(
     compiler: Compiler, text: str, shortest: bytes
 ) -> None:
     assert bytes(compiler.compile(Grammar(text)).planner.start_plan or ()) == shortest
-
-
-def test_a_pattern_that_uses_much_of_the_lexer_serves_many_outputs(compiler: Compiler) -> None:
-    """All copies of a grammar share one lexer and what it may use."""
-    words = record({"text": {"type": "string", "pattern": r"^$|(^(?:\S+\s+){0,99}\S+$)"}})
-    grammar = lark(words)
-    rng = random.Random(3)
-    for _ in range(12):
-        said = " ".join("w" * rng.randrange(1, 9) for _ in range(60))
-        text = json.dumps({"text": said}, separators=(", ", ": ")).encode()
-        assert at(compiler.compile(grammar), text).accepting
