@@ -35,7 +35,7 @@ serve: setup ## serve the small model on port 8000
 	$(BIN)/slipstream serve $(MODEL)
 
 test: setup ## every test, with the real model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-fast: setup ## tests that need no model
 	$(BIN)/python -m pytest -m 'not model and not gpu'

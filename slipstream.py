@@ -110,9 +110,10 @@ def serve(
 
         checkpoint = open_checkpoint(model, settings.revision)
         boot.done("tokenizer, config")
+        address, failed = sockets[0].getsockname(), list[str]()
 
         def on_ready(hello: Hello) -> None:
-            boot.ready(hello, checkpoint, settings, sockets[0].getsockname(), opened)
+            boot.ready(hello, checkpoint, settings, address, opened)
 
         def on_down(why: str) -> None:
             log.error("%s", why)
@@ -125,7 +126,6 @@ def serve(
             opened = open_gateway(checkpoint, config, settings, workers.link, parser, template)
             boot.done("gateway")
             return workers.run()
-        failed: list[str] = []
         link = _link(settings, checkpoint, early, on_ready, on_down)
         opened = open_gateway(checkpoint, config, settings, link, parser, template)
         from gateway import app, http

@@ -243,8 +243,7 @@ class Engine:
         replies: list[ToGateway] = [Step(self._number, outs)] if outs else []
         for request, seq in failed.items():  # only now: its other choices had rows of this step
             self.intake.abort(request)
-            if seq.submit.grammar is not None:
-                self._compiler.forget(seq.submit.grammar)
+            self._compiler.forget(seq.submit.grammar)
             replies.append(_grammar_failed(seq))
         return replies
 

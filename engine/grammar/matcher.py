@@ -275,10 +275,10 @@ class Compiler:
                 self._characters -= len(old.lark)
         return compiled
 
-    def forget(self, grammar: Grammar) -> None:
+    def forget(self, grammar: Grammar | None) -> None:
         """Compile it anew next time: all copies of a broken matcher share what is used up."""
         with self._lock:
-            if old := self._kept.pop(_key(grammar), None):
+            if grammar and (old := self._kept.pop(_key(grammar), None)):
                 self._characters -= len(old.lark)
 
     def submit(self, grammar: Grammar, done: Callable[[Compiled | GrammarRefused], None]) -> None:

@@ -131,17 +131,16 @@ def test_a_models_products_come_in_the_order_that_tells_them_apart(folder):
         def embed(self, table):
             trace.add("_embed", 0)
 
-        def norm(self, x, gain, eps):
+        def attend(self, layer, x, norm, qkv):
             trace.add("_norm", 0)
-
-        def attend(self, layer, x, qkv):
             self.product(qkv)
             trace.add("_short_kernel", 0)
 
         def add(self, x, inner, linear):
             self.product(linear)
 
-        def gated(self, x, gate_up):
+        def gated(self, x, norm, gate_up):
+            trace.add("_norm", 0)
             self.product(gate_up)
 
     model.run(Ops())
