@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Text
 from gateway.tools.control import is_control, without
+from gateway.tools.held import overlap, watch
 
 ID = "{id}"
 
-_NEVER = b"\n"  # in no JSON text of a letter
 _BACKSLASH = b"\\"  # in the JSON of a quote too
 _OUTSIDE = re.compile(r'["{}]')
 _INSIDE = re.compile(r'["\\]')
@@ -299,24 +297,3 @@ def _shaped(shape: str, name: str, written: str) -> str:
 @functools.cache
 def _span(span: Span) -> re.Pattern[str]:
     return re.compile(f"[{span.letters}]{{0,{span.high}}}")
-
-
-@functools.cache
-def watch(literal: str) -> bytes:
-    """`Scanner.watched` of a literal: its first letter as it stands in JSON text, where a control
-    token's never does."""
-    if not literal or is_control(literal[0]):
-        return _NEVER
-    return msgspec.json.encode(literal[0])[1:-1]
-
-
-def overlap(text: str, literal: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `literal`."""
-    if not literal:
-        return 0
-    at = text.find(literal[0], max(0, len(text) - len(literal) + 1))
-    while at >= 0:
-        if literal.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(literal[0], at + 1)
-    return 0
