@@ -12,7 +12,7 @@ from typing import Literal
 
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Reasoning, Text
 from gateway.tools.control import is_control, without
-from gateway.tools.held import BACKSLASH, NEVER, overlap, watch
+from gateway.tools.held import BACKSLASH, NEVER, Braces, overlap, watch
 from gateway.tools.marked import openai_id
 
 _HEADER_LIMIT = 256  # characters between a channel and its message
@@ -21,8 +21,6 @@ _AUTHOR = "assistant"
 _ROLE = " to="
 _RECIPIENT = re.compile(r"(?: (?:t(?:o(?:=[a-zA-Z0-9_.-]*)?)?)?)?")  # or the start of one
 _TO = re.compile(r" to=functions\.([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")
-_OUTSIDE = re.compile(r'["{}\[\]]')
-_INSIDE = re.compile(r'["\\]')
 
 Step = Literal["first", "bare", "header", "reasoning", "text", "arguments", "done"]
 
@@ -37,7 +35,7 @@ class Seen:
     ends: tuple[str, ...]  # of a message
 
 
-class HarmonyScanner:
+class HarmonyScanner(Braces):
     """See gateway.tools.Scanner.
 
     first, bare --channel--> header --message--> reasoning | text | arguments
@@ -50,8 +48,6 @@ class HarmonyScanner:
         self._step: Step = "first"
         self._index = -1  # of the newest call
         self._after = False  # white space since the last call has no meaning
-        self._depth = 0  # brackets open in the arguments
-        self._quoted = self._escaped = False  # inside a JSON string; behind its backslash
         self.watched: bytes | None = None
         self.call = -1  # the one that is open
 
@@ -162,7 +158,7 @@ class HarmonyScanner:
         if to is not None and not channel.startswith("final"):
             self._index += 1
             self._step = "arguments"
-            self._depth, self._quoted, self._escaped = 0, False, False
+            self._new_object()
             events.append(CallStart(self._index, openai_id(), to[1]))
             return
         hidden = channel.startswith("analysis") or _ROLE in channel
@@ -192,7 +188,7 @@ class HarmonyScanner:
 
     def _arguments(self, events: list[Event]) -> bool:
         """A call's arguments, up to the end of their JSON."""
-        at = self._end_of_object()
+        at = self._end_of_object(self._held)
         keep = at if at >= 0 else len(self._held)
         if piece := without(self._held[:keep]):
             events.append(CallArgs(self._index, piece))
@@ -202,26 +198,6 @@ class HarmonyScanner:
         events.append(CallEnd(self._index))
         self._step, self._after = "done", True
         return True
-
-    def _end_of_object(self) -> int:
-        """Where the arguments end in what is held, all of which is new; -1 = not here."""
-        at = 0
-        while True:
-            if self._escaped and at < len(self._held):
-                self._escaped = False
-                at += 1
-            found = (_INSIDE if self._quoted else _OUTSIDE).search(self._held, at)
-            if found is None or self._escaped:
-                return -1
-            at = found.end()
-            if found[0] == "\\":
-                self._escaped = True
-            elif found[0] == '"':
-                self._quoted = not self._quoted
-            else:
-                self._depth += 1 if found[0] in "{[" else -1
-                if self._depth <= 0:
-                    return at
 
     def _next(self) -> bool:
         """Behind a message: the next one's start, or text that no channel frames."""

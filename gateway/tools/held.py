@@ -1,4 +1,4 @@
-"""What a scanner holds back, and what it need not hear of.  Scans nothing itself."""
+"""What scanners share: what to hold back or not to hear of, where JSON ends.  Emits nothing."""
 
 from __future__ import annotations
 
@@ -30,3 +30,31 @@ def watch(literal: str) -> bytes:
     if not literal or is_control(literal[0]):
         return NEVER
     return msgspec.json.encode(literal[0])[1:-1]
+
+
+class Braces:
+    """Follows a JSON object to its end; plain values only, since scanners are copied."""
+
+    _depth = 0  # brackets that are open
+    _quoted = _escaped = False  # inside a string; behind its backslash
+
+    def _new_object(self) -> None:
+        """An object begins with what comes next."""
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def _end_of_object(self, text: str) -> int:
+        """Where the object ends in its next piece; -1 = not here."""
+        for at, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = letter == "\\", letter != '"'
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        return -1

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Text
 from gateway.tools.control import is_control, without
-from gateway.tools.held import overlap, watch
+from gateway.tools.held import Braces, overlap, watch
 
 ID = "{id}"
 
 _BACKSLASH = b"\\"  # in the JSON of a quote too
-_OUTSIDE = re.compile(r'["{}]')
-_INSIDE = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class Path:
         return end if not others and any(c < " " or is_control(c) for c in end) else ""
 
 
-class MarkedScanner:
+class MarkedScanner(Braces):
     """See gateway.tools.Scanner.
 
     start --first--> arguments --object or seal--> end --> after --again--> arguments
@@ -82,8 +80,6 @@ class MarkedScanner:
         self._index = -1  # of the newest call
         self._ids: frozenset[str] = frozenset()
         self._after = False  # white space since the last call may still turn out to be a joint
-        self._depth = 0  # open braces of the arguments
-        self._quoted = self._escaped = False  # inside a JSON string; behind its backslash
         self.call = -1  # the one that is open
         self.watched: bytes | None = self._watch()
 
@@ -139,7 +135,7 @@ class MarkedScanner:
             at = self._held.find(self._seal)
             keep = at if at >= 0 else len(self._held) - overlap(self._held, self._seal)
         else:
-            at = self._end_of_object()
+            at = self._end_of_object(self._held)
             keep = at if at >= 0 else len(self._held)
         if piece := without(self._held[:keep]):
             events.append(CallArgs(self._index, piece))
@@ -147,29 +143,6 @@ class MarkedScanner:
         if at >= 0:
             self._state = "end"
         return at >= 0
-
-    def _end_of_object(self) -> int:
-        """Where the arguments' object ends in what is held, all of which is new; -1 = not here."""
-        at = 0
-        while True:
-            if self._escaped and at < len(self._held):
-                self._escaped = False
-                at += 1
-            found = (_INSIDE if self._quoted else _OUTSIDE).search(self._held, at)
-            if found is None or self._escaped:
-                return -1
-            at = found.end()
-            match found[0]:
-                case "\\":
-                    self._escaped = True
-                case '"':
-                    self._quoted = not self._quoted
-                case "{":
-                    self._depth += 1
-                case _:
-                    self._depth -= 1
-                    if self._depth <= 0:
-                        return at
 
     def _ended(self, events: list[Event]) -> bool:
         """Pass what closes a call; what cannot be that closes it too, and is read on as it is."""
@@ -229,7 +202,8 @@ class MarkedScanner:
         name, *written = fit.found
         self._index += 1
         self._held = self._held[fit.end - 1 :]  # from the `{` on
-        self._state, self._depth, self._quoted, self._escaped = "arguments", 0, False, False
+        self._state = "arguments"
+        self._new_object()
         events.append(CallStart(self._index, self._id(name, *written), name))
         return True
 
