@@ -12,6 +12,7 @@ from engine.scripted import letter
 from gateway.link import Mailbox
 from gateway.socket_link import SocketLink
 from gateway.supervision import Supervision
+from tests.patience import PATIENCE_S
 
 RULES = Supervision(boot_s=20, rerun_s=10, backoff_s=0.05, term_s=1, crashes=5)
 
@@ -46,7 +47,7 @@ def letters(count: int) -> list[int]:
     return [letter(position) for position in range(count)]
 
 
-async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> float:
+async def until(condition: Callable[[], bool], limit_s: float = PATIENCE_S) -> float:
     """Seconds until `condition()` holds."""
     start = time.monotonic()
     while not condition():

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from gateway import app, http, limits
 from gateway.config import GatewayConfig
 from gateway.state import Gateway
+from tests.patience import PATIENCE_S
 from tests.scripted import Script, ScriptedLink
 
 
@@ -30,12 +31,20 @@ class Live:
     server: http.Server
     loop: asyncio.AbstractEventLoop
     gateway: Gateway
+    _socks: list[socket.socket] = field(default_factory=list)
 
-    def connect(self, timeout_s: float = 5.0) -> socket.socket:
-        """A new connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s)
+    def connect(self, timeout_s: float = PATIENCE_S) -> socket.socket:
+        """A new connection; one that a failed test forgets is closed with the server."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s)
+        self._socks.append(sock)
+        return sock
 
-    def exchange(self, sent: bytes, timeout_s: float = 5.0) -> bytes:
+    def hang_up(self) -> None:
+        """Close every connection, so that a test that failed does not fail the next one too."""
+        for sock in self._socks:
+            sock.close()
+
+    def exchange(self, sent: bytes, timeout_s: float = PATIENCE_S) -> bytes:
         """All bytes that come back for `sent` until the server closes or falls silent for long."""
         with self.connect(timeout_s) as sock:
             with contextlib.suppress(ConnectionError):
@@ -148,14 +157,19 @@ def running(gateway: Gateway, asgi: ASGIApp | None = None) -> Iterator[Live]:
 
     thread = threading.Thread(target=body, daemon=True)
     thread.start()
-    assert ready.wait(5)
-    until = time.monotonic() + 5
+    assert ready.wait(PATIENCE_S)
+    until = time.monotonic() + PATIENCE_S
     while not server.started and time.monotonic() < until:
         time.sleep(0.005)
     assert server.started
+    live = Live(port, server, loops[0], gateway)
     try:
-        yield Live(port, server, loops[0], gateway)
+        yield live
+    except BaseException:
+        live.hang_up()
+        raise
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE_S)
+        live.hang_up()
         assert not thread.is_alive()

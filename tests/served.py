@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 
@@ -93,12 +93,6 @@ def content(answer: Answer) -> str:
     text: str = json.loads(answer.body)["choices"][0]["message"]["content"]
     return text
 
-
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -164,6 +164,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
                           capture_output=True, timeout=50)
 
 
+@pytest.mark.timed
 def test_a_taken_port_ends_with_98_before_anything_is_loaded():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -24,6 +24,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", ["import time; time.sleep(30)", "raise SystemExit(3)"])
 def test_the_demo_gives_up_on_a_server_that_says_nothing(demo: ModuleType, program: str):
     start = time.monotonic()

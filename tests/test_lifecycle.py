@@ -13,7 +13,10 @@ import pytest
 
 from gateway import http
 from tests.auditor import Auditor
-from tests.served import LONG, TOKEN, Client, content, letters, served, until
+from tests.patience import until
+from tests.served import LONG, TOKEN, Client, content, letters, served
+
+pytestmark = pytest.mark.timed
 
 
 def test_a_signal_under_load_ends_every_stream_properly_and_the_process_with_zero():

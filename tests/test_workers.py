@@ -27,7 +27,8 @@ from tests.auditor import Auditor
 from tests.linking import RULES
 from tests.linking import until as until_async
 from tests.live import Answer
-from tests.served import LONG, TOKEN, Client, Served, content, letters, served, until
+from tests.patience import until
+from tests.served import LONG, TOKEN, Client, Served, content, letters, served
 
 TWO = ("--workers", "2")
 NAMES = ("num_requests", "prompt_tokens_total", "generation_tokens", "kv_cache", "prefix", "spec",
@@ -218,6 +219,7 @@ def scrape(live: Served) -> tuple[Answer, int]:
     return client.rest(), pid
 
 
+@pytest.mark.timed
 def test_a_scrape_is_the_whole_servers_whichever_worker_answers():
     with served(*TWO, "--step-ms", "5") as live:
         total = 12

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from gateway.bench import with_ours
 from gateway.config import ConfigError, GatewayConfig
 from tests.live import Answer, Live
+from tests.patience import PATIENCE_S
 from tests.tiny import write_llama
 
 ROUNDS = 16  # connections; that one of two workers gets none of them happens once in 32,000
@@ -78,13 +79,13 @@ def test_workers_share_cache_keys_and_port_and_end_together(live: Served) -> Non
 
     live.keys.write_text("second-key-of-the-test\n")
     live.process.send_signal(signal.SIGHUP)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while {live.chat("first-key-of-the-test").status for _ in range(ROUNDS)} != {401}:
         assert time.monotonic() < deadline, "a worker kept the old keys"
     assert {live.chat("second-key-of-the-test").status for _ in range(ROUNDS)} == {200}
 
     live.process.send_signal(signal.SIGTERM)
-    assert live.process.wait(15) == 0
+    assert live.process.wait(PATIENCE_S) == 0
 
 
 def test_an_engine_in_the_process_has_one_worker() -> None:

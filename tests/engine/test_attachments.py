@@ -6,8 +6,7 @@ import contextlib
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from engine.messages import (
     to_gateway,
 )
 from engine.scripted import ScriptedEngine, letter
+from tests.patience import PATIENCE_S, until
 
 LONG = 1_000_000
 
@@ -117,16 +117,10 @@ class Board:
         return {id: asked.choices_left for id, asked in list(self.attachments._asked.items())}
 
     def ends(self) -> str:
-        self.thread.join(5)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         return self.attachments.ended
 
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -317,5 +311,5 @@ def test_one_that_left_while_the_engine_loaded_does_not_end_it_for_the_next():
         assert second.recv(100)
         assert attachments.ended == ""
         stop.set()
-        thread.join(5)
+        thread.join(PATIENCE_S)
         second.close()

@@ -158,6 +158,7 @@ def test_a_stop_that_nobody_could_foresee_costs_one_row(folder):
     assert engine.scheduler.wasted == 1
 
 
+@pytest.mark.timed
 def test_the_loop_sleeps_only_when_nothing_flies(folder):
     engine = make(folder, depth=1)
     run = Run(engine).put(Submit("r", prompt(20), 50, GREEDY))

@@ -121,6 +121,7 @@ class Event:
         return (other.at - self.at) * 1e3
 
 
+@pytest.mark.timed
 def test_a_step_is_waited_for_to_its_end_and_its_events_serve_the_next(monkeypatch):
     device, made = [0.0], []
 

@@ -32,6 +32,9 @@ from engine.messages import (
 )
 from engine.scripted import ScriptedEngine, letter
 from engine.server import Told, run
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.timed
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ class Peer:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.opened.append(self.socket)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 self.socket.connect(str(path))
@@ -59,7 +62,7 @@ class Peer:
             except (FileNotFoundError, ConnectionRefusedError):
                 assert time.monotonic() < deadline, "the engine never bound its socket"
                 time.sleep(0.01)
-        self.socket.settimeout(10)
+        self.socket.settimeout(PATIENCE_S)
         self.deframer = Deframer()
         self.messages: list[ToGateway] = []
 
@@ -182,7 +185,7 @@ def test_garbage_costs_the_connection_and_its_requests_but_not_the_engine(serve,
             bad.next()
     good = Peer(path)
     assert isinstance(good.next(), Hello)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while running.engine._running:
         assert time.monotonic() < deadline, "its requests run on"
         time.sleep(0.005)
@@ -268,7 +271,7 @@ def test_sigterm_ends_the_process_with_code_0(path, when):
                 time.sleep(0.01)
             time.sleep(0.1)
         child.send_signal(signal.SIGTERM)
-        assert child.wait(5) == 0
+        assert child.wait(PATIENCE_S) == 0
         assert not path.exists()
     finally:
         child.kill()
@@ -295,7 +298,7 @@ def test_an_engine_dies_with_the_process_that_started_it(path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             with open(f"/proc/{child}/stat") as stat:
@@ -309,7 +312,7 @@ def test_an_engine_dies_with_the_process_that_started_it(path):
 
 def test_an_engine_whose_parent_is_another_process_refuses_to_live(path):
     child = process(path, "--parent", str(os.getpid() + 100_000_000))
-    assert child.wait(10) == 1
+    assert child.wait(PATIENCE_S) == 1
 
 
 def test_a_socket_left_by_a_killed_engine_is_replaced(path):
@@ -321,7 +324,7 @@ def test_a_socket_left_by_a_killed_engine_is_replaced(path):
     assert path.exists()
     again = process(path)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 peer = Peer(path)

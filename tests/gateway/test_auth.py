@@ -19,6 +19,7 @@ from gateway.auth import Keys, load_secret
 from gateway.config import ConfigError
 from gateway.errors import InvalidApiKey
 from tests.live import Live, gateway, running
+from tests.patience import PATIENCE_S
 
 SECRET = b"s" * 32
 
@@ -180,7 +181,7 @@ def test_a_hangup_signal_reads_the_keys_again(tmp_path: Path) -> None:
             assert server.ask("GET", "/v1/models", b"", "x-api-key: beta").status == 401
             path.write_text("beta\n")
             process.send_signal(signal.SIGHUP)
-            until = time.monotonic() + 5
+            until = time.monotonic() + PATIENCE_S
             while time.monotonic() < until:
                 if server.ask("GET", "/v1/models", b"", "x-api-key: beta").status == 200:
                     break
@@ -189,4 +190,4 @@ def test_a_hangup_signal_reads_the_keys_again(tmp_path: Path) -> None:
             assert server.ask("GET", "/v1/models", b"", "x-api-key: alpha").status == 401
         finally:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(PATIENCE_S) == 0

@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import time
-from collections.abc import Callable
 
 import openai
 import pytest
@@ -15,18 +14,14 @@ from engine.messages import Pause, Resume, SessionEnd, Submit
 from tests.asking import ADD, HERMES, USER, PlayedLink, open_gateway, saying
 from tests.auditor import Auditor
 from tests.live import Answer, Live, running
+from tests.patience import until
 from tests.scripted import Script, ScriptedLink
+
+pytestmark = pytest.mark.timed
 
 LONG = "x" * 4000
 CALL = HERMES.write([("add", '{"a": 1}')])
 
-
-def until(true: Callable[[], bool], seconds: float = 3.0) -> None:
-    """Wait until something holds, or fail."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
 
 
 def ask(live: Live, path: str, headers: bytes = b"", **fields: object) -> socket.socket:
@@ -103,7 +98,7 @@ def test_a_client_that_never_reads_is_dropped_after_the_send_timeout():
     with running(gateway) as live:
         sock = ask(live, "/v1/chat/completions", stream=True)
         until(lambda: gateway.drain.active == 1 and bool(link.submits))
-        until(lambda: gateway.drain.active == 0 and gateway.admission.open == 0, 10)
+        until(lambda: gateway.drain.active == 0 and gateway.admission.open == 0)
         sock.close()
 
 
@@ -113,12 +108,15 @@ def test_a_client_that_reads_late_pauses_its_request_and_gets_every_word():
     with running(open_gateway(link)) as live:
         sock = ask(live, "/v1/chat/completions", stream=True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        noted = -1
-        while noted != len(link.notes):  # the kernel's own buffers are full
-            noted = len(link.notes)
-            time.sleep(0.15)
+        until(lambda: bool(link.boxes.open_boxes()))
         (box,) = link.boxes.open_boxes()
-        assert isinstance(link.notes[-1], Pause) and len(box._outs) == 1
+        still = 0
+        while still < 10:  # until the kernel's own buffers are full, it is resumed now and then
+            noted = len(link.notes)
+            time.sleep(0.05)
+            paused = noted > 0 and isinstance(link.notes[-1], Pause) and noted == len(link.notes)
+            still = still + 1 if paused else 0
+        assert len(box._outs) == 1
         assert box.waiting_tokens <= 40_000
         raw = bytearray()
         while not raw.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):

@@ -18,6 +18,9 @@ from sse_starlette.sse import AppStatus
 from gateway import app, http
 from gateway.drain import Drain
 from tests.live import Answer, Live, drain, gateway, read_one
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.timed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,7 +89,7 @@ def program(delay_s: float, timeout_s: float) -> Iterator[Process]:
             assert process.stdout is not None
             live = Process(int(process.stdout.readline()), None, None, None)  # type: ignore[arg-type]
             live.process = process
-            until = time.monotonic() + 10
+            until = time.monotonic() + PATIENCE_S
             while time.monotonic() < until:
                 with contextlib.suppress(OSError, AssertionError):
                     if live.ask("GET", "/ready").status == 200:
@@ -112,7 +115,7 @@ def test_a_drain_lets_a_stream_end_refuses_new_work_and_exits_with_zero() -> Non
         assert b"data: 21\n\n" in raw
         assert raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), raw[-200:]
         assert b"error" not in raw
-        assert live.process.wait(5) == 0
+        assert live.process.wait(PATIENCE_S) == 0
         assert 0.8 < time.monotonic() - begin < 4
 
 
@@ -122,7 +125,7 @@ def test_a_stream_that_outlives_the_drain_gets_a_typed_error_and_done() -> None:
         raw = drain(stream)
         assert b'"code":"server_draining"' in raw
         assert raw.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), raw[-200:]
-        assert live.process.wait(5) == 0
+        assert live.process.wait(PATIENCE_S) == 0
         assert 0.25 < time.monotonic() - begin < 2.5
 
 
@@ -132,7 +135,7 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
         time.sleep(0.2)
         begin = live.signal()
         drain(stream)
-        assert live.process.wait(5) == 0
+        assert live.process.wait(PATIENCE_S) == 0
         assert time.monotonic() - begin < 1.5
 
 
@@ -146,14 +149,14 @@ def test_an_idle_server_answers_through_the_delay_and_then_goes() -> None:
         idle.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         answer = Answer.of(drain(idle))
         assert answer.status == 200 and answer.headers["connection"] == "close"
-        assert live.process.wait(5) == 0
+        assert live.process.wait(PATIENCE_S) == 0
         assert 0.5 < time.monotonic() - begin < 2.5
 
 
 def test_an_interrupt_from_the_keyboard_skips_the_delay() -> None:
     with program(30, 60) as live:
         begin = live.signal(signal.SIGINT)
-        assert live.process.wait(5) == 0
+        assert live.process.wait(PATIENCE_S) == 0
         assert time.monotonic() - begin < 1.5
         assert live.process.stderr is not None and "Traceback" not in live.process.stderr.read()
 
@@ -164,7 +167,7 @@ def test_a_reader_that_has_stopped_does_not_keep_the_server() -> None:
         stuck.sendall(b"GET /stream?n=10000 HTTP/1.1\r\nHost: a\r\n\r\n")
         time.sleep(0.2)
         begin = live.signal()
-        assert live.process.wait(8) == 0
+        assert live.process.wait(PATIENCE_S) == 0
         assert time.monotonic() - begin < 0.3 + 2 + 2
 
 

@@ -17,6 +17,9 @@ from starlette.routing import Route
 
 from gateway import app
 from tests.live import Answer, Live, drain, gateway, read_one, running, with_echo
+from tests.patience import PATIENCE_S
+
+pytestmark = pytest.mark.timed
 
 HOST = b"Host: localhost\r\n"
 RAN: list[bytes] = []  # bodies that reached the endpoint, of the test that runs now
@@ -286,7 +289,7 @@ def test_a_caller_that_leaves_during_the_upload_is_counted_and_costs_nothing(liv
         sock.sendall(post(b"[1,", b"Content-Length: 100"))
         time.sleep(0.05)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # RST
-    until = time.monotonic() + 2
+    until = time.monotonic() + PATIENCE_S
     while counts["upload"] == before and time.monotonic() < until:
         time.sleep(0.01)
     assert counts["upload"] == before + 1
@@ -318,7 +321,7 @@ def test_a_reader_that_has_stopped_is_dropped_with_all_that_waits_for_it() -> No
     asgi.router.routes.append(Route("/flood", flood))
     with running(one, asgi) as server, server.connect() as sock:
         sock.sendall(b"GET /flood HTTP/1.1\r\n" + HOST + b"\r\n")
-        until = time.monotonic() + 5
+        until = time.monotonic() + PATIENCE_S
         while not server.server.server_state.connections and time.monotonic() < until:
             time.sleep(0.01)
         assert server.server.server_state.connections

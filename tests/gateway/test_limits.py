@@ -47,6 +47,7 @@ def test_a_full_queue_refuses_before_anything_is_read_or_rendered(
     assert one.admission.open == 1
 
 
+@pytest.mark.timed
 def test_a_refusal_of_a_full_server_takes_less_than_20_ms_whatever_was_sent() -> None:
     one = open_gateway(ScriptedLink(lambda _: Script.say("x")), max_queued_requests=1)
     messages = [{"role": "user", "content": "hello " * 200_000}]

@@ -21,6 +21,8 @@ from gateway.socket_link import SocketLink
 from gateway.supervision import Supervision
 from tests.linking import RULES, command, letters, read, socket_link, until
 
+pytestmark = pytest.mark.timed
+
 
 @contextlib.asynccontextmanager
 async def local_link(build: Callable[[], ScriptedEngine]) -> AsyncIterator[LocalLink]:

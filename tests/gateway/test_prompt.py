@@ -212,6 +212,7 @@ def test_long_prompts_are_encoded_off_the_loop_and_cached():
     assert ticks > 1
 
 
+@pytest.mark.timed
 def test_the_time_of_a_prompt_grows_with_its_messages_and_not_with_their_square():
     made = prompts(max_len=10**6)
 

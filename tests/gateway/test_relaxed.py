@@ -44,6 +44,7 @@ def test_they_are_judged_on_another_thread_than_the_answer(monkeypatch):
     assert threads and threading.main_thread().name not in threads
 
 
+@pytest.mark.timed
 def test_the_judging_of_many_calls_is_bounded_as_a_whole(monkeypatch):
     def slow(schema: object, text: str) -> str:
         time.sleep(JUDGED_S / 4)

@@ -18,6 +18,7 @@ from gateway.sse import ChatFrames
 from tests.asking import USER, PlayedLink, open_gateway
 from tests.auditor import Auditor
 from tests.live import Answer, Live, running
+from tests.patience import until
 
 CHUNKED_END = b"\r\n0\r\n\r\n"
 
@@ -87,12 +88,6 @@ class Played:
 def out(id: str, text: str, finish: str = "", index: int = 0) -> Out:
     return Out(id, index, list(text.encode()), finish)
 
-
-def until(true: Callable[[], bool], seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.002)
 
 
 def rest(sock: socket.socket) -> bytes:
