@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Before anything imports Triton, whichever test comes first: kernels run by its interpreter where
 # there is no GPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says nothing on a machine that others use.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:

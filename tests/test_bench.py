@@ -18,6 +18,7 @@ from gateway.poke import show_bench
 from tests.tiny import write_llama
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_gateways_rows_come_from_real_requests(workers):
     async def go() -> None:

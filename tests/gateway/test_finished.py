@@ -48,6 +48,7 @@ def test_a_check_that_would_take_long_is_given_up(schema: object, text: str) -> 
     assert time.thread_time() - start < 0.5
 
 
+@pytest.mark.timed
 def test_a_check_of_ordinary_depth_is_finished() -> None:
     assert complaint(doubled(8), "1") == ""
     assert complaint(doubled(8), '"x"') == ": type"

@@ -194,7 +194,7 @@ def test_an_error_never_repeats_what_was_sent() -> None:
     assert "classified" not in caught.value.message and "oops" not in caught.value.message
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_json_or_a_bad_request(body: bytes) -> None:
     try:
@@ -371,7 +371,6 @@ def test_a_gateway_admits_only_what_it_can_serve_now() -> None:
     one.drain.begin()
     with pytest.raises(errors.Draining):
         one.admit(5)
-
 
 # --- the same corpus, at the real endpoints ---------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Out, TokenLogprobs
@@ -83,7 +83,6 @@ text = st.text(st.sampled_from('a<" \\\n\x00\x7fé東😀\u2028\ufeff'), max_siz
 
 @pytest.mark.parametrize("json", VOCABULARIES, ids=["bytes", "sentencepiece"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
 @given(groups=st.lists(st.lists(st.integers(0, 300), max_size=4), max_size=12),
        said=st.lists(text, max_size=4))
 def test_any_tokens_in_any_groups_give_the_bytes_of_the_long_way(json, kind, groups, said):
@@ -113,7 +112,6 @@ def spelled(said: Dialect, piece: str) -> str:
 
 
 @pytest.mark.parametrize("said", SAID, ids=lambda s: f"{s.fmt.name}-{len(s.ids)}")
-@settings(deadline=None)
 @given(texts=st.lists(st.sampled_from(PIECES), max_size=6),
        cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_calls_however_cut_give_the_bytes_and_the_calls_of_the_long_way(said, texts, cuts):

@@ -47,7 +47,7 @@ def test_text_of_callers_never_becomes_a_control_token_and_is_never_changed(text
     assert decoded(made, ids) == shown
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text("<|im_endstar>x", max_size=14), min_size=1, max_size=4))
 def test_no_pieces_of_text_join_to_a_control_token(texts):
     made = prompts(template="{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>")

@@ -182,6 +182,7 @@ def test_a_row_sums_up_its_answers():
         summary(1, [Report([bad], b"", 0, 0.1, 1.0)])
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_client_processes_measure_a_real_server(endpoint):
     async def go() -> None:

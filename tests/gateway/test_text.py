@@ -61,14 +61,14 @@ def groups_of(items: list[int], cuts: list[int]) -> list[list[int]]:
     return [items[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 258), max_size=30), st.lists(st.integers(0, 40), max_size=6))
 def test_any_grouping_of_any_ids_decodes_as_the_tokenizer_decodes_them_at_once(ids, cuts):
     expected = REFERENCE.decode(ids, skip_special_tokens=True)
     assert joined(VOCABULARY, groups_of(ids, cuts)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=8), st.lists(st.integers(0, 40), max_size=6))
 def test_sentence_piece_bytes_decode_as_the_tokenizer_decodes_them(text, cuts):
     spec = sentence_piece_json()
@@ -121,7 +121,7 @@ def stopped(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
     return out + filter.flush(), False
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4),
     st.text("abc", max_size=20),
