@@ -44,7 +44,7 @@ LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 SETTINGS = Sections(
     {"gateway": GatewayConfig(), "engine": EngineConfig(model=""), "cache": CacheConfig()},
     SHOWN,
-    frozenset({"engine.model", "engine.served_name", "engine.cache"}),
+    frozenset({"engine.model", "engine.served_name", "engine.cache", "engine.proposer"}),
     ("tool-call-parser", "chat-template"),
 )
 
@@ -179,8 +179,9 @@ def _work(control: int) -> int:
 
 def _with_model(engine: EngineConfig, model: str) -> EngineConfig:
     from gateway.banner import shown_name
+    from speculative.served import configured
 
-    return msgspec.structs.replace(engine, model=model, served_name=shown_name(model))
+    return configured(msgspec.structs.replace(engine, model=model, served_name=shown_name(model)))
 
 
 def _link(

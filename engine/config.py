@@ -21,12 +21,16 @@ class Limits(NamedTuple):
     max_batch_tokens: int
     mixed_tokens: int
     max_gap_s: float
+    max_drafts: int
 
 
 # What a device takes when nothing is said.  On a CPU a step's time grows with its tokens; on a GPU
 # up to about 128 rows are read-bound, and what more of them cost differs by a factor of ten from
 # model to model: there it is measured.
-DEFAULTS = {"cpu": Limits(64, 512, 192, 0.0), "cuda": Limits(256, 2048, WHOLE_BATCH, 0.02)}
+DEFAULTS = {
+    "cpu": Limits(64, 512, 192, 0.0, 16),
+    "cuda": Limits(256, 2048, WHOLE_BATCH, 0.02, 7),
+}
 
 
 class BadConfig(ValueError):
@@ -48,7 +52,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
     mixed_tokens: int | None = None  # most prompt tokens of one step while others decode; same
     max_gap_s: float | None = None  # seconds that a step may take while others decode, by which it
     # takes fewer prompt tokens (engine/pace.py); 0 = no limit; None = 0 with mixed_tokens, or same
-    max_drafts: int = 8  # draft tokens a sequence and step
+    max_drafts: int | None = None  # draft tokens a sequence and step; None = by device
+    speculative: str = "auto"  # who guesses ahead: auto, off, or JSON (speculative/served.py)
+    proposer: str = ""  # "module:function" that makes it of this config and the device's kind
     threads: int | None = None  # torch's; None = all cores
     compile_threads: int = 1  # of the grammar pool
     prefix_caching: bool = True  # equal prompts share their blocks
@@ -106,11 +112,12 @@ class ResolvedConfig(EngineConfig, frozen=True):
     max_batch_tokens: int = DEFAULTS["cpu"].max_batch_tokens
     mixed_tokens: int = DEFAULTS["cpu"].mixed_tokens
     max_gap_s: float = DEFAULTS["cpu"].max_gap_s
+    max_drafts: int = DEFAULTS["cpu"].max_drafts
 
 
 def _problem(limits: Limits) -> str:
     """What is wrong with a step's limits; empty when nothing is."""
-    for name in ("max_sequences", "max_batch_tokens", "mixed_tokens"):
+    for name in ("max_sequences", "max_batch_tokens", "mixed_tokens", "max_drafts"):
         value = getattr(limits, name)
         if value < 1:
             return f"{name} is {value}; it must be at least 1."

@@ -23,7 +23,9 @@ def check(scheduler: Scheduler) -> None:
     for seq in running:
         start = seq.computed + seq.flying
         assert start <= len(seq.blocks) * pool.size, f"{seq.key} lacks blocks"
-        assert start < seq.known and seq.computed < len(seq.tokens), f"{seq.key} is ahead"
+        drafts = len(seq.draft) if seq.pending else 0  # they fly with the row that verifies them
+        assert start < seq.known + drafts, f"{seq.key} is ahead"
+        assert seq.computed < len(seq.tokens), f"{seq.key} has computed what it has not"
         assert 0 <= seq.pending <= seq.flying, f"{seq.key} draws what it does not compute"
     there = [s for seq in (*running, *waiting) for s in (seq, *seq.siblings)]
     known = [seq for choices in scheduler.living.values() for seq in choices]

@@ -22,10 +22,20 @@ from engine.accept import Accepted, accept, ending
 from engine.build import build
 from engine.cuda.buckets import sizes
 from engine.device import pick
+from engine.guessing import Guessing, counted
 from engine.intake import Intake
-from engine.messages import UNLIKELY, Failed, Out, Stats, Step, ToGateway, TokenLogprobs
+from engine.messages import (
+    DRAFT_PLACES,
+    UNLIKELY,
+    Failed,
+    Out,
+    Stats,
+    Step,
+    ToGateway,
+    TokenLogprobs,
+)
 from engine.pace import Pace
-from engine.proposer import DeviceDraft, HostDrafts, Turn
+from engine.proposer import DeviceDraft, HostDrafts, proposer
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
@@ -64,7 +74,9 @@ class Engine:
         `timeline` gets a span for each part.  Raise BadConfig, BadCheckpoint or BadWeights.
         """
         timeline = timeline or Timeline()
-        config = config.resolved(timeline.run("device", pick, config.device).type)
+        kind = timeline.run("device", pick, config.device).type
+        config = config.resolved(kind)
+        drafts = drafts or proposer(config, kind)
         drafting = drafts is not None or head is not None
         parts = build(config, checkpoint, head, progress, timeline, drafting)
         self.config = config
@@ -83,12 +95,11 @@ class Engine:
         self.inbox = self.intake.inbox
         self._compiler, self._masks = parts.compiler, parts.masks
         self._threads = parts.threads
-        self._drafts = drafts
+        self.guessing = Guessing(drafts, head, config.max_drafts)
         self._idle = False  # the last step found nothing to run: all that is left is paused
         self._out = 0  # steps that were launched and not committed
         self._number = 0
         self._generated = 0
-        self._rounds = self._drafted = self._accepted = 0
         self._substituted = self._closed_early = self._unopened = 0
         self._told = 0.0  # when the last Stats left
         self._ran = 0.0  # when the last step was launched
@@ -133,11 +144,6 @@ class Engine:
         """Some sequence can run, or a step is under way."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._out)
 
-    @property
-    def depth(self) -> int:
-        """Steps that may fly while the next one is planned: a host draft needs the newest token."""
-        return 0 if self._drafts is not None else self.runner.depth
-
     # ---- one step --------------------------------------------------------------------------------
 
     def _run(self, plan: Plan, replies: list[ToGateway]) -> None:
@@ -176,7 +182,7 @@ class Engine:
         except TOO_LARGE:
             self._out -= 1
             raise
-        self._collect(self.depth, replies)
+        self._collect(self.runner.depth, replies)
 
     def _needs_host(self, plan: Plan, masked: list[Row]) -> bool:
         """Whether some row cannot be settled before the host knows what the step before drew."""
@@ -191,10 +197,11 @@ class Engine:
         for flight in self.runner.collect(depth):
             self._out -= 1
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
+            self.guessing.ran(flight.plan, flight.seconds)
             replies += self._commit(flight)
-            self._propose()
+            self.guessing.propose(self.scheduler.running)
 
-    # ---- supply, commit, propose -----------------------------------------------------------------
+    # ---- supply, commit --------------------------------------------------------------------------
 
     def _supply(self, flight: Flight) -> None:
         """Masks for all k + 1 rows of every constrained sequence, in one native call."""
@@ -237,7 +244,7 @@ class Engine:
                 if accepted.finish == "error":
                     failed[seq.submit.id] = seq
                 elif flight.drafts and not seq.finish and not accepted.forced:
-                    self._take_draft(seq, flight.drafts[i])
+                    self.guessing.take(seq, flight.drafts[i])
             at += len(drawn)
         self._number += 1
         replies: list[ToGateway] = [Step(self._number, outs)] if outs else []
@@ -255,9 +262,7 @@ class Engine:
                 seq.history.add(token)
         self._generated += len(accepted.tokens)
         if row.draft:
-            self._rounds += 1
-            self._drafted += len(row.draft)
-            self._accepted += accepted.matched
+            self.guessing.booked(row, accepted)
         self.scheduler.commit(row, accepted)
         if accepted.forced:
             self._substituted += 1
@@ -276,6 +281,7 @@ class Engine:
             written=seq.written,
             drafted=seq.drafted,
             accepted=seq.accepted,
+            drafts=counted(seq.verified, seq.matched) if seq.finish and seq.drafted else [],
             overflow=overflow,
         )
 
@@ -287,40 +293,19 @@ class Engine:
         self.scheduler.commit_one(row, token, finish)
         if finish:
             self._forget(seq)
+        drafts = counted(seq.verified, seq.matched) if finish and seq.drafted else []
         return Out(
             seq.submit.id, seq.index, [token], finish, finish == "stop", [],
-            seq.cached or 0, seq.written, seq.drafted, seq.accepted,
+            seq.cached or 0, seq.written, seq.drafted, seq.accepted, drafts,
         )  # fmt: skip
 
     def _forget(self, seq: Sequence) -> None:
         """A sequence is over: take it out everywhere."""
         self.scheduler.drop(seq)
         self.runner.forget(seq)
-        if self._drafts is not None:
-            self._drafts.forget(seq.key)
+        self.guessing.forget(seq)
         if seq.submit.id not in self.scheduler.living:
             self.intake.ended(seq.submit.id)
-
-    def _propose(self) -> None:
-        """Ask the host proposer for the sequences that the device did not draft for."""
-        if self._drafts is None:
-            return
-        for seq in self.scheduler.running:
-            limit = min(self.config.max_drafts, seq.remaining - 1)
-            if not seq.decoding or seq.draft or limit < 1:
-                continue
-            turn = Turn(
-                seq.key, seq.tokens, seq.prompt_len, limit, seq.submit.session,
-                seq.submit.namespace, seq.grammar.forced if seq.grammar is not None else _nothing,
-            )
-            draft = self._drafts.propose(turn)
-            self._take_draft(seq, draft.tokens[:limit])
-
-    def _take_draft(self, seq: Sequence, tokens: list[int]) -> None:
-        """Keep the legal beginning of a guess: what the grammar cannot take is not worth a row."""
-        if seq.grammar is not None:
-            tokens = tokens[: seq.grammar.valid_prefix(tokens)]
-        seq.draft = tokens
 
     # ---- heartbeat -------------------------------------------------------------------------------
 
@@ -333,7 +318,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Gauges and counters as of now."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, guessing = self.scheduler, self.pool, self.guessing
         return Stats(
             step=self._number,
             running=len(scheduler.running),
@@ -347,21 +332,18 @@ class Engine:
             preemptions=scheduler.preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-            drafts=self._rounds,
-            drafted_tokens=self._drafted,
-            accepted_tokens=self._accepted,
+            drafts=guessing.rounds,
+            drafted_tokens=guessing.drafted,
+            accepted_tokens=guessing.accepted,
             sessions=len(self.sessions),
             sessions_pinned=self.sessions.pinned,
             closing_refusals=self.intake.refused,
             closing_tokens=self._substituted,
             closed_early=self._closed_early,
             unopened=self._unopened,
+            draft_sources=counted(guessing.verified, guessing.matched),
+            draft_places=guessing.places[:DRAFT_PLACES],
         )
-
-
-def _nothing() -> list[int]:
-    """What a sequence without a grammar is forced to say."""
-    return []
 
 
 def _overflow(seq: Sequence, accepted: Accepted) -> str:

@@ -15,6 +15,8 @@ import msgspec
 VERSION = "0.1.0"  # of Slipstream
 PROTOCOL = 1  # of these messages
 UNLIKELY = -9999.0  # OpenAI's logprob of a token that is not among the best
+DRAFT_SOURCES = ("forced", "suffix", "prediction", "eagle3", "other")  # who guesses tokens ahead
+DRAFT_PLACES = 16  # of a chain, that are told apart in counts
 FRAME_LIMIT = 64 * 1024 * 1024  # bytes; a 32 MiB body never makes a longer prompt than this
 
 
@@ -58,6 +60,9 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
     priority: int = 0  # lower runs first
     deadline_s: float | None = None  # seconds from arrival
     overflow: str = "close"  # of a grammar that max_tokens cuts: "close" it in time, or "cut"
+    drafts: str = "auto"  # who may guess for it: "auto" = anybody, "off" = nobody, or one source
+    max_drafts: int = 1 << 30  # draft tokens a step
+    predicted: list[int] = []  # what the caller expects the output to be, as ids; a guess
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -145,6 +150,7 @@ class Out(msgspec.Struct, frozen=True, array_like=True, gc=False):
     written: int = 0  # prompt tokens whose blocks this request published (`cache_write_tokens`)
     drafted: int = 0  # draft tokens verified so far
     accepted: int = 0  # of those, how many were right
+    drafts: list[int] = []  # of an end: draft tokens verified, then right, of each DRAFT_SOURCES
     overflow: str = ""  # of an end: "closed" = it is whole, as some tokens were chosen to complete
     # it in time; "unopened" = it ended where what the grammar demands next had no room
 
@@ -188,6 +194,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=15):
     closing_tokens: int = 0  # tokens that closing plans put in place of drawn ones
     closed_early: int = 0  # choices that were completed by such tokens
     unopened: int = 0  # choices that ended where a call would have opened without room for it
+    draft_sources: list[int] = []  # draft tokens verified, then right, of each DRAFT_SOURCES
+    draft_places: list[int] = []  # draft tokens that were right, by place in the chain
 
 
 ToEngine = Submit | Abort | TurnEnd | SessionEnd | Pause | Resume

@@ -1,4 +1,4 @@
-"""Two ways to guess tokens ahead: HostDrafts and DeviceDraft.  Only protocols; guesses nothing.
+"""Two ways to guess tokens ahead: HostDrafts and DeviceDraft.  Protocols; guesses nothing.
 
 A guess may be wrong, late or absent: by the acceptance rule (engine/accept.py) it can cost time but
 never change an answer.  Chains only: token i+1 is proposed after token i.
@@ -6,36 +6,41 @@ never change an answer.  Chains only: token i+1 is proposed after token i.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
+    from engine.config import ResolvedConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+Key = tuple[str, int]  # request id, choice index
+
+
+class Draft(NamedTuple):
     """A chain of guessed token ids; every id is below the vocabulary's size."""
 
     tokens: list[int]
-    source: str = ""  # which proposer
-    survival: tuple[float, ...] = ()  # chance that position i is reached and right; empty = unknown
+    sources: Sequence[str] = ()  # who guessed each token; empty = the proposer's own `source`
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """All that a host proposer may look at for one sequence; `tokens` must not be changed."""
 
-    key: tuple[str, int]  # request id, choice index
+    key: Key
     tokens: Sequence[int]  # prompt and output so far
     prompt_len: int
-    limit: int  # at most this many draft tokens
+    limit: int  # at most this many draft tokens, at least 1
     session: bytes | None
     namespace: bytes  # tenants never share what they saw
     forced: Callable[[], list[int]]  # tokens that the grammar fixes from here on; may be empty
+    predicted: Sequence[int] = ()  # what the caller expects the output to be (OpenAI: prediction)
+    mode: str = "auto"  # who may guess: "auto" = anybody, or one source
 
 
 class HostDrafts(Protocol):
@@ -43,11 +48,30 @@ class HostDrafts(Protocol):
 
     source: str
 
-    def propose(self, turn: Turn) -> Draft:
-        """Guess what follows `turn.tokens`; return an empty draft rather than raise."""
+    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+        """Guess what follows each turn's tokens; empty drafts rather than raise.
 
-    def forget(self, key: tuple[str, int]) -> None:
+        All sequences that could take a draft in the next step come at once, so that rows can go
+        where they are worth most.
+        """
+
+    def observe(self, key: Key, verified: int, matched: int) -> None:
+        """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
+
+    def timed(self, rows: int, seconds: float) -> None:
+        """A step of `rows` rows, all of sequences that decode, took so long."""
+
+    def forget(self, key: Key) -> None:
         """The sequence ended or was dropped."""
+
+
+def proposer(config: ResolvedConfig, kind: str) -> HostDrafts | None:
+    """What `config.proposer` makes for a device of this kind; the engine knows no names."""
+    if not config.proposer:
+        return None
+    module, _, name = config.proposer.partition(":")
+    made: HostDrafts | None = getattr(importlib.import_module(module), name)(config, kind)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

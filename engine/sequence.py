@@ -11,6 +11,8 @@ its commit the host does not know what it drew: those tokens are `pending`, and 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,6 +45,12 @@ class Sequence:
     replaced: int = 0  # times that its newest token was not the one that the device had drawn
     gone: bool = False  # dropped: finished, aborted or failed; what still flies for it is wasted
     draft: list[int] = field(default_factory=list)
+    sources: Seq[str] = ()  # who guessed each token of it
+    hosted: bool = False  # guesses of the host pay: it gets no row until its newest token is known
+    vainly: int = 0  # tokens to wait until the host looks again, after it found nothing
+    look_at: int = 0  # tokens at which it does
+    verified: Counter[str] = field(default_factory=Counter)  # draft tokens so far, by source
+    matched: Counter[str] = field(default_factory=Counter)
     blocks: list[Block] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)  # of the blocks that are full and committed
     siblings: list[Sequence] = field(default_factory=list)  # fork after our prefill
@@ -107,4 +115,4 @@ class Sequence:
 
     def drop_draft(self) -> None:
         """Forget the guess; a later one may come."""
-        self.draft = []
+        self.draft, self.sources = [], ()

@@ -50,6 +50,8 @@ SHOWN = {
     "engine.gpu_memory_utilization": ("gpu-memory-utilization",
                                       "Share of the GPU's memory to use for everything."),
     "engine.prefix_caching": ("enable-prefix-caching", "Share the KV of equal prefixes."),
+    "engine.speculative": ("speculative-config",
+                           'Who drafts tokens ahead: auto, off, or {"method": "suffix", ...}.'),
     "engine.revision": ("revision", "Branch, tag or commit of a hub id."),
     "engine.threads": ("threads", "CPU threads of the engine.  [default: all cores]"),
     "cache.kv_bytes": ("kv-cache-memory-bytes",

@@ -1,8 +1,13 @@
 """speculative guesses: what could be wrong without changing an answer.  Decides nothing.
 
-    PROPOSERS names every way to guess; the protocols it fills in are in engine/proposer.py.
+    PROPOSERS names every way to guess on the host, each made with what a further row of a step
+    costs (length.py); the protocol that it fills in is in engine/proposer.py.
 """
 
 from __future__ import annotations
 
-PROPOSERS: dict[str, str] = {}
+PROPOSERS: dict[str, str] = {
+    "hybrid": "speculative.hybrid:Hybrid",
+    "suffix": "speculative.hybrid:suffix",
+    "forced": "speculative.hybrid:forced",
+}

@@ -49,14 +49,14 @@ class Rig:
         """Other settings, as if the engine had been made with them; nothing may run meanwhile."""
         engine, scheduler = self.engine, self.engine.scheduler
         assert not engine.busy
-        before = engine.config, scheduler.pace, engine._drafts, engine.runner.depth
+        before = engine.config, scheduler.pace, engine.guessing.host, engine.runner.depth
         engine.config = scheduler.config = replace(before[0], **settings)
         scheduler.pace = Pace([1], 0.0, engine.config.mixed_tokens)
-        engine._drafts, engine.runner.depth = drafts, depth
+        engine.guessing.host, engine.runner.depth = drafts, depth
         try:
             yield engine
         finally:
-            engine.config, scheduler.pace, engine._drafts, engine.runner.depth = before
+            engine.config, scheduler.pace, engine.guessing.host, engine.runner.depth = before
             scheduler.config = before[0]
 
     def run(self, *submits: Submit, disturb=None) -> Bits:
@@ -128,7 +128,7 @@ def boot(model: str, tokens: int) -> Engine:
     )
     engine = Engine(config, open_checkpoint(model), drafts=ForcedDrafts())
     assert len(engine.runner._graphs) > 20 and engine.runner.depth == 1
-    engine._drafts = None
+    engine.guessing.host = None
     return engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,10 +12,26 @@ from torch import Tensor
 from engine.attention.cpu import CpuAttention
 from engine.batch import Batch
 from engine.noise import gumbel
-from engine.proposer import Draft, Features, Turn
+from engine.proposer import Draft, Features, Key, Turn
 
 
-class RandomDrafts:
+class OneByOne:
+    """A proposer that guesses for each sequence by itself, in `guess`, and learns nothing."""
+
+    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+        return [self.guess(turn) for turn in turns]
+
+    def observe(self, key: Key, verified: int, matched: int) -> None:
+        assert 0 <= matched <= verified
+
+    def timed(self, rows: int, seconds: float) -> None:
+        assert rows > 0 and seconds > 0
+
+    def forget(self, key: Key) -> None:
+        pass
+
+
+class RandomDrafts(OneByOne):
     """Uniform ids, of any length up to the limit."""
 
     source = "random"
@@ -22,15 +39,12 @@ class RandomDrafts:
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self.vocab, self.random = vocab, random.Random(seed)
 
-    def propose(self, turn: Turn) -> Draft:
+    def guess(self, turn: Turn) -> Draft:
         count = self.random.randint(0, turn.limit)
         return Draft([self.random.randrange(self.vocab) for _ in range(count)])
 
-    def forget(self, key: tuple[str, int]) -> None:
-        pass
 
-
-class OracleDrafts:
+class OracleDrafts(OneByOne):
     """The known answer, sometimes cut short: everything is accepted."""
 
     source = "oracle"
@@ -38,14 +52,11 @@ class OracleDrafts:
     def __init__(self, answers: dict[tuple[str, int], list[int]], seed: int = 0) -> None:
         self.answers, self.random = answers, random.Random(seed)
 
-    def propose(self, turn: Turn) -> Draft:
+    def guess(self, turn: Turn) -> Draft:
         done = len(turn.tokens) - turn.prompt_len
         rest = self.answers.get(turn.key, [])[done : done + turn.limit]
         cut = self.random.randint(0, len(rest)) if self.random.random() < 0.3 else len(rest)
         return Draft(rest[:cut])
-
-    def forget(self, key: tuple[str, int]) -> None:
-        pass
 
 
 class AdversarialDrafts(OracleDrafts):
@@ -59,7 +70,7 @@ class AdversarialDrafts(OracleDrafts):
         super().__init__(answers, seed)
         self.vocab, self.stop = vocab, stop
 
-    def propose(self, turn: Turn) -> Draft:
+    def guess(self, turn: Turn) -> Draft:
         done = len(turn.tokens) - turn.prompt_len
         rest = list(self.answers.get(turn.key, [])[done : done + turn.limit])
         poison = [self.stop, 0, self.vocab - 1, turn.tokens[-1], self.random.randrange(self.vocab)]
@@ -67,20 +78,14 @@ class AdversarialDrafts(OracleDrafts):
         draft = rest[:place] + [self.random.choice(poison) for _ in range(turn.limit - place)]
         return Draft(draft[: turn.limit])
 
-    def forget(self, key: tuple[str, int]) -> None:
-        pass
 
-
-class ForcedDrafts:
+class ForcedDrafts(OneByOne):
     """What the grammar fixes, nothing else."""
 
     source = "forced"
 
-    def propose(self, turn: Turn) -> Draft:
+    def guess(self, turn: Turn) -> Draft:
         return Draft(turn.forced()[: turn.limit])
-
-    def forget(self, key: tuple[str, int]) -> None:
-        pass
 
 
 class RandomHead:

@@ -145,15 +145,15 @@ def proposer(kind: str, wanted: Bits, rig: Rig):
 def test_drafts_of_any_length_change_no_bit(rig, kind):
     asks = rig.asks(14)  # of 9 rows at most: 126
     wanted = rig.alone(*asks)
-    accepted = rig.engine._accepted
-    drafted = rig.engine._drafted
+    accepted = rig.engine.guessing.accepted
+    drafted = rig.engine.guessing.drafted
     for k in range(1, 9):
         seen = rig.widest()
         with rig.using(drafts=proposer(kind, wanted, rig), max_drafts=k):
             found = rig.run(*asks)
         assert 14 < seen.rows <= ROWS
         assert not differing(found, wanted), k
-    accepted, drafted = rig.engine._accepted - accepted, rig.engine._drafted - drafted
+    accepted, drafted = rig.engine.guessing.accepted - accepted, rig.engine.guessing.drafted - drafted
     assert drafted > 100 and (accepted > 100 or kind == "random")
     record("drafts = none", f"{rig.name}, {kind}, k = 1..8: {8 * tokens_of(wanted)} tokens, "
                             f"{accepted} of {drafted} drafts accepted: 0 differ")

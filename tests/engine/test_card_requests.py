@@ -98,14 +98,14 @@ def test_whatever_a_request_asks_for_drafts_do_not_change_it(smol, kind):
     wanted = smol.alone(*asks)
     known = {key: [token for token, _ in text] for key, text in wanted.items()}
     stop = smol.engine.hello.stop_ids[0]
-    accepted = smol.engine._accepted
+    accepted = smol.engine.guessing.accepted
     for k in (1, 3, 8):
         given = (known, 2) if kind is OracleDrafts else (known, smol.engine.hello.vocab, stop, 3)
         seen = smol.widest()
         with smol.using(drafts=kind(*given), max_drafts=k):
             assert not differing(smol.run(*asks), wanted), k
         assert seen.rows <= ROWS
-    accepted = smol.engine._accepted - accepted
+    accepted = smol.engine.guessing.accepted - accepted
     assert accepted > 100
     record("shaped, drafts = none",
            f"{kind.__name__}, k = 1, 3, 8: {3 * tokens_of(wanted)} tokens, {accepted} drafts "
@@ -232,14 +232,14 @@ def test_drafts_that_the_device_makes_change_no_bit():
     runner.head = None
     wanted = rig.alone(*asks)
     runner.head = head
-    assert not rig.engine._drafted
+    assert not rig.engine.guessing.drafted
     head.answers = {ask.sampling.seed: (PROMPT, [token for token, _ in wanted[ask.id, 0]])
                     for ask in asks[:8:2]}
     assert not differing(rig.run(*asks), wanted)
     engine = rig.engine
-    assert head.steps > 20 and engine._drafted > engine._accepted > 20
-    record("drafts of the device", f"{tokens_of(wanted)} tokens, {engine._accepted} of "
-                                   f"{engine._drafted} drafts accepted: 0 differ")
+    assert head.steps > 20 and engine.guessing.drafted > engine.guessing.accepted > 20
+    record("drafts of the device", f"{tokens_of(wanted)} tokens, {engine.guessing.accepted} of "
+                                   f"{engine.guessing.drafted} drafts accepted: 0 differ")
     engine.close()
 
 

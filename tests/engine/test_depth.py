@@ -236,16 +236,44 @@ def test_who_flies_keeps_a_place_on_the_device_though_paused_or_behind_a_resumed
     assert run.tokens == answers(make(folder), *asks)
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-def test_drafts_keep_the_loop_at_depth_0(folder, kind):
+def test_drafts_of_the_device_keep_the_loop_at_depth_0(folder):
     ask = Submit("r", prompt(30), 20, GREEDY)
     expected = answers(make(folder), ask)
-    if kind == "host":
-        engine = make(folder, depth=1, drafts=OracleDrafts(expected), max_drafts=4)
-    else:
-        engine = make(folder, depth=1, head=RandomHead(64, 259, (0, 1)), max_drafts=4)
-    assert engine.depth == 0
+    engine = make(folder, depth=1, head=RandomHead(64, 259, (0, 1)), max_drafts=4)
+    assert engine.runner.depth == 0
     assert answers(engine, ask) == expected
+
+
+def test_who_has_drafts_of_the_host_waits_for_them_and_the_others_run_ahead(folder):
+    drafted, plain = (Submit(name, prompt(30, i), 40, GREEDY) for i, name in enumerate("dp"))
+    expected = answers(make(folder), drafted) | answers(make(folder), plain)
+    known = {key: tokens for key, tokens in expected.items() if key[0] == "d"}
+    engine = make(folder, depth=1, drafts=OracleDrafts(known), max_drafts=4)
+    ahead, launch = dict.fromkeys("dp", 0), engine.runner.launch
+
+    def launched(plan):
+        for row in plan.rows:
+            ahead[row.seq.submit.id] += row.pending
+            assert not (row.pending and row.draft), "a draft from a token that is not known"
+        return launch(plan)
+
+    engine.runner.launch = launched
+    assert answers(engine, drafted, plain) == expected
+    assert ahead["p"] > 30 and ahead["d"] < 5
+    assert engine.guessing.accepted > 20 and engine.guessing.matched["oracle"] > 20
+
+
+def test_a_sequence_without_a_guess_is_looked_at_less_and_less(folder):
+    class Silent(OracleDrafts):
+        asked = 0
+
+        def guess(self, turn):
+            self.asked += 1
+            return super().guess(turn)
+
+    ask, silent = Submit("r", prompt(30), 200, GREEDY), Silent({})
+    assert answers(make(folder, depth=1, drafts=silent), ask) == answers(make(folder), ask)
+    assert 10 < silent.asked < 30
 
 
 # ---- a step that the device has no room for ------------------------------------------------------

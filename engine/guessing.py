@@ -1,0 +1,143 @@
+"""Draft tokens of a step, from whoever guesses: asked for, cut to what is legal, counted.
+
+It guesses nothing itself: host proposers are given to it (proposer.py), device drafts come with a
+step's results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from engine.messages import DRAFT_PLACES, DRAFT_SOURCES
+from engine.proposer import Draft, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from engine.accept import Accepted
+    from engine.plan import Plan, Row
+    from engine.proposer import DeviceDraft, HostDrafts
+    from engine.sequence import Sequence
+
+_ORDER = {source: place for place, source in enumerate(DRAFT_SOURCES)}
+WORTH = 2  # draft tokens for which a sequence leaves the pipeline: a step of it is lost for them
+MOST_WAIT = 16  # tokens between two looks at a sequence for which nothing was found
+
+
+class Guessing:
+    """The proposers of one engine, and what came of their drafts."""
+
+    def __init__(self, host: HostDrafts | None, head: DeviceDraft | None, most: int) -> None:
+        """`most`: draft tokens a sequence and step."""
+        self.host = host
+        self._device = head.source if head is not None else ""
+        self._most = most
+        self.rounds = 0  # rows that verified a draft
+        self.drafted = 0  # tokens verified
+        self.accepted = 0
+        self.places = [0] * max(most, DRAFT_PLACES)  # accepted, by place in the chain
+        self.verified: Counter[str] = Counter()  # tokens, by source
+        self.matched: Counter[str] = Counter()
+
+    def propose(self, running: Seq[Sequence]) -> None:
+        """Ask the host proposer for all that decode and that the device did not draft for.
+
+        One whose newest token only the device knows cannot take a draft; where much would follow
+        what is known of it, it is `hosted` from then on: planned when all of it is known.
+        """
+        if self.host is None:
+            return
+        asked: list[Sequence] = []
+        turns: list[Turn] = []
+        for seq in running:
+            limit = min(self._most, seq.remaining - 1, seq.submit.max_drafts)
+            if not seq.decoding or seq.draft or limit < 1 or seq.submit.drafts == "off":
+                continue
+            if seq.pending and (seq.hosted or not _due(seq)):
+                continue
+            asked.append(seq)
+            turns.append(_turn(seq, limit))
+        if not turns:
+            return
+        for seq, draft in zip(asked, self.host.propose(turns), strict=True):
+            found = len(draft.tokens)
+            seq.hosted = found >= WORTH or (found > 0 and seq.hosted)
+            seq.vainly = 0 if found else min(2 * seq.vainly + 1, MOST_WAIT)
+            seq.look_at = len(seq.tokens) + seq.vainly
+            if found and not seq.pending:
+                self._keep(seq, draft, self.host.source)
+
+    def take(self, seq: Sequence, tokens: list[int]) -> None:
+        """What the device drafted for a sequence."""
+        most = min(len(tokens), seq.submit.max_drafts)
+        if seq.submit.drafts in ("auto", self._device):
+            self._keep(seq, Draft(tokens[:most]), self._device)
+
+    def _keep(self, seq: Sequence, draft: Draft, source: str) -> None:
+        """Its legal beginning: what the grammar cannot take is not worth a row."""
+        tokens = draft.tokens
+        if seq.grammar is not None:
+            tokens = tokens[: seq.grammar.valid_prefix(tokens)]
+        seq.draft = tokens
+        seq.sources = draft.sources[: len(tokens)] or (source,) * len(tokens)
+
+    def booked(self, row: Row, accepted: Accepted) -> None:
+        """Count what a row with a draft gave; to be called before its sequence moves on."""
+        seq, count, right = row.seq, len(row.draft), accepted.matched
+        self.rounds += 1
+        self.drafted += count
+        self.accepted += right
+        for place in range(right):
+            self.places[place] += 1
+        sources = seq.sources[:count]
+        self.verified.update(sources)
+        self.matched.update(sources[:right])
+        seq.verified.update(sources)
+        seq.matched.update(sources[:right])
+        if self.host is not None:
+            # Behind an end nothing was judged: only a token that differs is a miss.
+            seen = count if len(accepted.tokens) > right else right
+            self.host.observe(seq.key, min(seen, right + 1), right)
+
+    def ran(self, plan: Plan, seconds: float) -> None:
+        """Tell the proposer what a step took in which nothing but decoding was done."""
+        if self.host is not None and seconds > 0 and _decodes(plan):
+            self.host.timed(plan.tokens, seconds)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence is over."""
+        if self.host is not None:
+            self.host.forget(seq.key)
+
+
+def counted(verified: Counter[str], matched: Counter[str]) -> list[int]:
+    """Both counts, of each of DRAFT_SOURCES in turn; the last has what no other names."""
+    found = [0] * (2 * len(DRAFT_SOURCES))
+    for offset, counts in enumerate((verified, matched)):
+        for source, count in counts.items():
+            found[2 * _ORDER.get(source, len(DRAFT_SOURCES) - 1) + offset] += count
+    return found
+
+
+def _due(seq: Sequence) -> bool:
+    """Time to look whether it is worth waiting for; a look costs as much as a guess."""
+    return len(seq.tokens) >= seq.look_at
+
+
+def _decodes(plan: Plan) -> bool:
+    return all(row.last and row.count == len(row.draft) + 1 for row in plan.rows)
+
+
+def _turn(seq: Sequence, limit: int) -> Turn:
+    submit = seq.submit
+    return Turn(
+        seq.key, seq.tokens, seq.prompt_len, limit, submit.session, submit.namespace,
+        seq.grammar.forced if seq.grammar is not None else _nothing, submit.predicted,
+        submit.drafts,
+    )  # fmt: skip
+
+
+def _nothing() -> list[int]:
+    """What a sequence without a grammar is forced to say."""
+    return []

@@ -1,0 +1,97 @@
+"""How many draft tokens a step verifies: as many as give the most tokens a second.  Guesses none.
+
+A step verifies n draft tokens of all its sequences together.  It gives a token for each sequence
+and, in the mean, the summed survival of the n; it takes T(n + sequences), which is measured.  The n
+most likely tokens are chosen for the n with the best ratio; survival never grows along a chain, so
+they are prefixes of the chains.  n = 0 is an answer like any other.
+
+(Goodput as the aim of speculation: Liu et al., TurboSpec, arXiv 2406.14066.)
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from itertools import accumulate
+
+MARKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
+QUICK = 0.25  # how fast the whole curve follows a step: a machine has slow and quick minutes
+SLOW = 0.03  # how fast one mark of it does
+WILD = 2.0  # a step is not believed to differ by more than this factor
+MARGIN = 0.03  # a gain below this is within the error of the curve
+
+
+class StepTimes:
+    """T(rows): seconds of a step that only decodes, learned while serving.
+
+    A scale times a curve through the marks that were met, so that a slow minute of the machine,
+    which is seen at one size, is believed of all.
+    """
+
+    def __init__(self, row: float) -> None:
+        """`row`: what a row more costs, as a share of a step with one; believed until measured."""
+        self._row = row
+        self._scale = 1.0  # of no unit until the first step
+        self._met: list[int] = []  # marks, rising
+        self._curve: list[float] = []  # their times, by the scale
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step of `rows` rows took `seconds`."""
+        if not self._met:
+            self._scale = seconds / (1.0 + self._row * (rows - 1))
+        mark = _nearest(rows)
+        at = bisect.bisect_left(self._met, mark)
+        if at == len(self._met) or self._met[at] != mark:
+            self._met.insert(at, mark)
+            self._curve.insert(at, seconds / self._scale)
+            return
+        ratio = min(max(seconds / self(rows), 1 / WILD), WILD)
+        self._scale *= ratio**QUICK
+        self._curve[at] *= ratio**SLOW
+
+    def __call__(self, rows: int) -> float:
+        """Seconds that a step of `rows` rows takes; more rows never take less."""
+        met, curve = self._met, self._curve
+        if len(met) < 2:
+            first, start = (met[0], curve[0]) if met else (1, 1.0)
+            return self._scale * max(start + self._row * (rows - first), start / WILD)
+        above = min(max(bisect.bisect_left(met, rows), 1), len(met) - 1)
+        low, high = curve[above - 1], max(curve[above - 1], curve[above])
+        part = (rows - met[above - 1]) / (met[above] - met[above - 1])
+        return self._scale * max(low + part * (high - low), low / WILD)
+
+
+def _nearest(rows: int) -> int:
+    """The mark that a step of so many rows tells most about."""
+    above = bisect.bisect_left(MARKS, rows)
+    if above == len(MARKS) or (above and rows - MARKS[above - 1] < MARKS[above] - rows):
+        return MARKS[above - 1]
+    return MARKS[above]
+
+
+def choose(times: StepTimes, survival: Sequence[Sequence[float]]) -> list[int]:
+    """How many tokens of each chain to verify, given each token's chance to be reached and right.
+
+    One entry a sequence that decodes in the step, empty for those without a draft.
+    """
+    slots = sorted(
+        ((chance, -place, i) for i, chain in enumerate(survival)
+         for place, chance in enumerate(_falling(chain))), reverse=True,
+    )  # fmt: skip
+    base = len(survival)
+    best, taken = base / times(base) * (1 + MARGIN), 0
+    gained = float(base)
+    for n, (chance, _, _) in enumerate(slots, 1):
+        gained += chance
+        rate = gained / times(base + n)
+        if rate > best:
+            best, taken = rate, n
+    lengths = [0] * base
+    for _, _, i in slots[:taken]:
+        lengths[i] += 1
+    return lengths
+
+
+def _falling(chain: Sequence[float]) -> Sequence[float]:
+    """The chain with no value above one before it."""
+    return list(accumulate(chain, min))

@@ -1,0 +1,101 @@
+"""Choosing and splicing: whose tokens stand where in a chain, and who learns from which part."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.proposer import Turn
+from speculative.forced import ForcedDrafts
+from speculative.hybrid import Hybrid
+
+FREE = 1e-9
+TEXT = [*range(10, 30), 5, 6, 7, *range(10, 18)]  # its end stands at the beginning, too
+
+
+def turn(tokens=TEXT, *, forced=(), key=("r", 0), limit=8, predicted=(), mode="auto") -> Turn:
+    return Turn(key, tokens, len(tokens), limit, None, b"", lambda: list(forced), predicted, mode)
+
+
+def test_what_the_grammar_dictates_goes_first_and_what_followed_it_before_goes_behind() -> None:
+    (draft,) = Hybrid(FREE).propose([turn(forced=[18, 19])])
+    assert draft.tokens == [18, 19, 20, 21, 22, 23, 24, 25]
+    assert list(draft.sources) == ["forced"] * 2 + ["suffix"] * 6
+
+
+def test_without_a_grammar_the_suffix_speaks_and_without_both_nobody() -> None:
+    one, other = Hybrid(FREE).propose([turn(), turn(list(range(40)), key=("s", 0))])
+    assert one.tokens[:3] == [18, 19, 20] and set(one.sources) == {"suffix"}
+    assert other.tokens == []
+
+
+def test_a_prediction_is_told_apart() -> None:
+    (draft,) = Hybrid(FREE).propose([turn(list(range(40)), predicted=[90, 91, 92])])
+    assert draft.tokens and draft.tokens == [90, 91, 92][: len(draft.tokens)]
+    assert set(draft.sources) == {"prediction"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "sources"),
+    [("auto", {"forced", "suffix"}), ("suffix", {"suffix"}), ("forced", {"forced"}),
+     ("eagle3", set())],
+)  # fmt: skip
+def test_a_request_may_name_one_source(mode: str, sources: set[str]) -> None:
+    (draft,) = Hybrid(FREE).propose([turn(forced=[18, 19], mode=mode)])
+    assert set(draft.sources) == sources
+
+
+def test_no_chain_is_longer_than_its_limit_and_dear_rows_get_none() -> None:
+    for limit in range(1, 6):
+        (draft,) = Hybrid(FREE).propose([turn(forced=[18, 19, 20], limit=limit)])
+        assert len(draft.tokens) == limit == len(draft.sources)
+    (draft,) = Hybrid(50.0).propose([turn(forced=[18, 19, 20])])
+    assert draft.tokens == []
+
+
+class Heard:
+    """A suffix source that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def observe(self, key, verified: int, matched: int) -> None:
+        self.told.append((verified, matched))
+
+
+@pytest.mark.parametrize(
+    ("verified", "matched", "suffix", "right"),
+    [
+        (8, 8, [(6, 6)], True),
+        (5, 4, [(3, 2)], True),
+        (3, 2, [(1, 0)], True),
+        (2, 2, [], True),  # nothing of the suffix was judged
+        (2, 1, [], False),  # what stands behind a miss says nothing
+        (1, 0, [], False),
+    ],
+)
+def test_each_source_learns_from_its_own_part(verified, matched, suffix, right) -> None:
+    hybrid = Hybrid(FREE)
+    hybrid.propose([turn(forced=[18, 19])])
+    assert hybrid._suffix is not None and hybrid._forced is not None
+    hybrid._suffix = heard = Heard()
+    before = hybrid._forced.guess(turn(forced=[1]), 1)[1]
+    hybrid.observe(("r", 0), verified, matched)
+    assert heard.told == suffix
+    assert (hybrid._forced.guess(turn(forced=[1]), 1)[1] > before) is right
+
+
+def test_forced_tokens_are_trusted_as_far_as_they_were_right() -> None:
+    source = ForcedDrafts()
+    for _ in range(500):
+        source.observe(4, 2)
+    _, survival = source.guess(turn(forced=[1, 2, 3]), 3)
+    assert survival[0] == pytest.approx(0.5, abs=0.01) and survival[2] == survival[0] ** 3
+
+
+def test_what_ended_is_forgotten() -> None:
+    hybrid = Hybrid(FREE)
+    hybrid.propose([turn(), turn(key=("s", 1))])
+    hybrid.forget(("r", 0))
+    hybrid.forget(("r", 0))
+    assert list(hybrid._made) == [("s", 1)]
+    hybrid.observe(("r", 0), 3, 1)  # a late word about it does no harm
