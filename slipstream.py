@@ -255,10 +255,18 @@ class Slipstream:
         `messages` and `fields` are those of OpenAI's chat endpoint; `session` keeps the cache warm
         between the turns of one conversation.  Leaving the iteration early stops the model.
         """
-        from gateway.inside import events, frames
+        from gateway.inside import events
 
-        return events(frames(self._post({"messages": list(messages), **fields, "stream": True},
-                                        session)))
+        return events(self.stream(messages, session=session, **fields))
+
+    def stream(
+        self, messages: Sequence[Mapping[str, Any]], *, session: str = "", **fields: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The same as OpenAI's `chat.completion.chunk` objects."""
+        from gateway.inside import frames
+
+        body = {"messages": list(messages), **fields, "stream": True}
+        return frames(self._post(body, session))
 
     def complete(
         self, messages: Sequence[Mapping[str, Any]], *, session: str = "", **fields: Any
@@ -355,29 +363,22 @@ def chat(model: str, url: str | None, max_tokens: int, system: str, tools: Path 
 
 
 def _late(module: str, name: str) -> Any:  # what it names is imported when it is called
-    return lambda *given: getattr(importlib.import_module(module), name)(*given)
+    return lambda *given, **how: getattr(importlib.import_module(module), name)(*given, **how)
 
 
-def _tokenizer(model: str) -> str:
-    from engine.checkpoint import open_checkpoint
+def _watched(model: str, speculative: str) -> tuple[Slipstream, Sequence[str]]:
+    from speculative import traced
 
-    return open_checkpoint(model).tokenizer_json
-
-
-def _engine_bench(what: str, model: str, device: str, out: Path, **how: Any) -> None:
-    from engine import bench
-    from engine.checkpoint import open_checkpoint
-    from gateway.poke import show_bench
-
-    config = _with_model(EngineConfig(model="", device=device), model)
-    measure: Any = {"decode": bench.decode, "prefill": bench.prefill}[what]
-    show_bench(what, measure(config, open_checkpoint(model), **how), out)
+    engine = EngineConfig(model="", speculative=speculative, proposer="speculative.traced:make")
+    traced.told.clear()
+    return Slipstream(model, engine), traced.told
 
 
-cli.add_command(commands.bench(_engine_bench))
+cli.add_command(commands.bench(_late("engine.bench", "measured")))
+cli.add_command(commands.draft(_watched))
 cli.add_command(commands.doctor(_late("engine.doctor", "report")))
-cli.add_command(commands.tokens(_tokenizer))
-cli.add_command(commands.blocks(_tokenizer))
+cli.add_command(commands.tokens(_late("engine.checkpoint", "tokenizer_of")))
+cli.add_command(commands.blocks(_late("engine.checkpoint", "tokenizer_of")))
 cli.add_command(commands.grammar(_late("engine.grammar.explain", "Explainer")))
 cli.add_command(commands.worker(_work))
 

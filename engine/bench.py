@@ -10,21 +10,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
 import torch
 
 from engine.build import DTYPES
-from engine.config import BadConfig
+from engine.checkpoint import open_checkpoint
+from engine.config import BadConfig, EngineConfig
 from engine.device import pick
 from engine.loop import Engine
 from engine.messages import Abort, Out, Sampling, Step, Submit
 
 if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
-    from engine.config import EngineConfig, ResolvedConfig
+    from engine.config import ResolvedConfig
     from engine.model_config import ModelConfig
 
 Row = dict[str, object]  # what, value, unit, beside
@@ -33,6 +34,14 @@ LENGTHS = (128, 512, 2048)
 PROMPT = 128  # tokens before decoding starts
 LEFT = 16  # tokens that a sequence keeps before its end
 PATIENCE_S = 120.0  # no measurement may take longer to begin
+
+
+def measured(what: str, model: str, device: str, **how: Any) -> Iterator[Row]:
+    """`decode` or `prefill` of a model, as it comes; raise BadConfig or BadCheckpoint."""
+    config = EngineConfig(model=model, device=device).check()
+    measure: Any = {"decode": decode, "prefill": prefill}[what]
+    found: Iterator[Row] = measure(config, open_checkpoint(model), **how)
+    return found
 
 
 def decode(

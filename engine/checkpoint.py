@@ -313,3 +313,8 @@ def _fingerprint(config: ModelConfig, files: Iterable[tuple[Path, int]]) -> byte
                 file.seek(data_start + (size - data_start) * part // SAMPLES)
                 digest.update(file.read(SAMPLE_SIZE))
     return digest.digest()
+
+
+def tokenizer_of(name: str) -> str:
+    """The tokenizer of the model called `name`, as JSON; raise BadCheckpoint."""
+    return open_checkpoint(name).tokenizer_json

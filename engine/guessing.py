@@ -40,6 +40,12 @@ class Guessing:
         self.verified: Counter[str] = Counter()  # tokens, by source
         self.matched: Counter[str] = Counter()
 
+    @property
+    def sources(self) -> list[str]:
+        """Whom a request may name."""
+        host = self.host.sources if self.host is not None else ()
+        return [*host, *filter(None, [self._device])]
+
     def propose(self, running: Seq[Sequence]) -> None:
         """Ask the host proposer for all that decode and that the device did not draft for.
 

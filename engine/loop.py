@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from engine.accept import Accepted, accept, ending
 from engine.build import build
@@ -80,7 +81,8 @@ class Engine:
         drafting = drafts is not None or head is not None
         parts = build(config, checkpoint, head, progress, timeline, drafting)
         self.config = config
-        self.hello = parts.hello
+        self.guessing = Guessing(drafts, head, config.max_drafts)
+        self.hello = replace(parts.hello, draft_sources=self.guessing.sources)
         self.runner: StepRunner = parts.runner
         self.pool, self.sessions = parts.pool, parts.sessions
         steps = list(parts.runner.sizes) or sizes(config.max_batch_tokens)
@@ -95,7 +97,6 @@ class Engine:
         self.inbox = self.intake.inbox
         self._compiler, self._masks = parts.compiler, parts.masks
         self._threads = parts.threads
-        self.guessing = Guessing(drafts, head, config.max_drafts)
         self._idle = False  # the last step found nothing to run: all that is left is paused
         self._out = 0  # steps that were launched and not committed
         self._number = 0

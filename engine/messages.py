@@ -110,6 +110,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=10):
     version: str = ""
     max_sequences: int = 0  # running at the same time; 0 = not told
     device: str = ""  # cpu or cuda; empty = not told
+    draft_sources: list[str] = []  # who guesses tokens ahead, as requests may name them
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=11):

@@ -47,6 +47,7 @@ class HostDrafts(Protocol):
     """Guesses made on the host before the forward pass (suffix, forced, prediction)."""
 
     source: str
+    sources: tuple[str, ...]  # those of which a request may ask for one alone (Turn.mode)
 
     def propose(self, turns: Sequence[Turn]) -> list[Draft]:
         """Guess what follows each turn's tokens; empty drafts rather than raise.

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.messages import Submit
-from gateway import limits, sessions
+from gateway import drafts, limits, sessions
 from gateway.choices import Choice, Said
 from gateway.errors import ModelNotFound
 from gateway.events import CallArgs, CallStart, Reasoning, Text
@@ -34,7 +34,7 @@ from gateway.sse import ChatFrames
 from gateway.stream import Stream, admitted, gathered
 from gateway.tools.thinking import behind, scanner_of
 from gateway.turn import Part, Turn
-from gateway.validate import chat_request, sampling
+from gateway.validate import chat_request, check_one_call, sampling
 
 if TYPE_CHECKING:
     from gateway.sessions import Session
@@ -50,6 +50,11 @@ async def create(request: Request) -> Response:
     asked = chat_request(await limits.read_body(request))
     if asked.model != gateway.model:
         raise ModelNotFound(gateway.model)
+    # The next turn must be able to show what this one calls.
+    parallel = asked.parallel_tool_calls
+    if one_call := gateway.prompts.one_call:
+        check_one_call(asked.messages)
+        asked = msgspec.structs.replace(asked, parallel_tool_calls=False)
     gateway.check_ready()
     asking = _Asking(gateway, request, asked, begin, new_id())
     gateway.admission.check_room()
@@ -60,6 +65,8 @@ async def create(request: Request) -> Response:
     headers = headers_of(turn, asking.session, turn.usage().prompt_tokens)
     if plan.schema_header:
         headers["x-slipstream-schema"] = plan.schema_header
+    if one_call and plan.tools and parallel is not False:
+        headers["x-slipstream-parallel"] = "off; reason=chat-template"
     if asked.stream:
         frames = ChatFrames(
             asking.id, asking.created, gateway.model,
@@ -130,10 +137,12 @@ class _Asking:
         assert hello is not None, "check_ready let a request through without an engine"
         layout = gateway.prompts.format
         inside = gateway.prompts.ends_inside_thought(prompt)
+        room = gateway.prompts.room(prompt, asked.limit, hello.max_len)
+        expected = "" if asked.prediction is None else asked.prediction.text
         submit = Submit(
             id=self.id,
             prompt=prompt.ids,
-            max_tokens=gateway.prompts.room(prompt, asked.limit, hello.max_len),
+            max_tokens=room,
             sampling=sampling(asked, hello.vocab, asked.best, gateway.defaults),
             n=asked.choices,
             stop_ids=[] if asked.ignore_eos else hello.stop_ids,
@@ -143,6 +152,8 @@ class _Asking:
             priority=asked.priority or 0,
             deadline_s=deadline_of(self.request.headers, self.begin),
             overflow=asked.tool_overflow or "close",
+            predicted=await gateway.prompts.predicted(expected, room),
+            **drafts.fields(asked.speculation, hello),
         )
         choices = [
             Choice(
@@ -152,6 +163,8 @@ class _Asking:
                 stand_ins=layout.stand_ins if plan.scan else None,
                 stops=asked.stops,
                 named=plan.named,
+                framed=plan.scan and layout.framed,
+                names=frozenset(tool.name for tool in plan.checked),
             )
             for index in range(asked.choices)
         ]
@@ -163,6 +176,7 @@ class _Asking:
             request_id=self.request.scope["slipstream.request_id"],
             begin=self.begin,
             plan=plan,
+            tells_drafts=asked.speculation is not None,
         )
 
 

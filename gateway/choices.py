@@ -2,12 +2,17 @@
 
 ids --Detokenizer--> text --Scanner--> Text | CallStart | CallArgs | CallEnd --StopStrings--> events
                                        (stop strings look at Text only)
+
+A token is one of reasoning when reasoning comes out of it, or out of one behind it before anything
+else does: a section's opening mark counts, its closing mark does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 
 import msgspec
 
@@ -16,6 +21,8 @@ from gateway.events import CallArgs, CallEnd, CallStart, Event, Finish, Reasonin
 from gateway.protocol import TokenLogprob, TopLogprob
 from gateway.text import Detokenizer, StopStrings, Vocabulary
 from gateway.tools import Scanner
+
+_log = logging.getLogger("slipstream.gateway.choices")
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -50,15 +57,20 @@ class Choice:
         stand_ins: Mapping[int, str] | None = None,
         stops: Sequence[str] = (),
         named: bool = False,
+        framed: bool = False,
+        names: Collection[str] | None = None,
     ) -> None:
         """`scanner`: None when the output holds no calls.  `stand_ins`: of its format's control
-        tokens, when it is bound.  `named`: tool_choice named the tool."""
+        tokens, when it is bound.  `named`: tool_choice named the tool.  `framed`: the format may
+        tell of reasoning.  `names`: of the tools that may be called; None = any."""
         self.index = index
         self.vocabulary = vocabulary
         self._fresh_scanner = scanner
         self._stand_ins = stand_ins
         self._stop_strings = stops
         self._named = named
+        self._framed = framed
+        self._names = names
         self.begin()
 
     def begin(self) -> None:
@@ -66,12 +78,17 @@ class Choice:
         self.finish = ""  # stop, length or tool_calls, once it has ended
         self.stopped_here = False  # a stop string ended it: the engine must be told
         self.tokens = 0  # delivered ones, a stop id included
+        self.reasoning = 0  # of them, those of reasoning
+        self.silent = 0  # tokens since the last event, where the format may tell of reasoning
         self.ids: list[int] = []  # sampled ones, without a stop id
         self.calls: list[tuple[str, str]] = []  # (name, arguments) of the complete ones
         self.decoder = Detokenizer(self.vocabulary, self._stand_ins)
         self.scanner = copy(self._fresh_scanner)  # its state is plain values
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
         self._call: tuple[str, list[str]] | None = None  # the one that is open
+        self.drafts: Sequence[int] = ()  # draft tokens it had: Out.drafts, at the end
+        self.dropped = 0  # calls to tools that there are not
+        self._dropping = False  # the call that is open is one
         self._said: list[str] = []  # text that left; kept only when stop strings may cut it
 
     @property
@@ -92,14 +109,29 @@ class Choice:
         # The usual step of a decode: some tokens, no end.
         self.ids += out.tokens
         self.tokens += len(out.tokens)
+        events: list[Event] = []
+        if self._framed and len(out.tokens) > 1:
+            self._each(out.tokens, events)
+            return Said(self.index, joined(events))
         text = self.decoder.push(out.tokens)
+        self.silent += len(out.tokens)
         if not text:
-            return Said(self.index, [])
+            return Said(self.index, events)
         if self.scanner is None:
             return Said(self.index, [Text(text)])
-        events: list[Event] = []
         self._pass(self.scanner.push(text), events)
+        if self._framed:
+            self._weigh(events)
         return Said(self.index, joined(events))
+
+    def content(self) -> str:
+        """The text of an answer that has ended, read once more from its tokens."""
+        again = copy(self)
+        again.begin()
+        events: list[Event] = []
+        again._push(again.decoder.push(self.ids), events)
+        again._end(events, unopened=False)
+        return "".join(event.text for event in events if isinstance(event, Text))
 
     def argued(self, text: str) -> None:
         """A piece of the open call's arguments."""
@@ -109,10 +141,10 @@ class Choice:
     def _take(self, out: Out) -> Said:
         count = len(out.tokens) - out.stopped
         events: list[Event] = []
-        if self._stops is None:
+        if self._stops is None and not self._framed:
             self._push(self.decoder.push(out.tokens[:count]), events)
         else:
-            count = self._until_stop(out.tokens[:count], events)
+            count = self._each(out.tokens[:count], events)
         self.ids += out.tokens[:count]
         self.tokens += count
         if not self.stopped_here:
@@ -120,6 +152,7 @@ class Choice:
             if out.finish:
                 self._end(events, out.overflow == "unopened")
         if out.finish or self.stopped_here:
+            self.drafts = out.drafts
             self.finish = self._reason(out.finish)
             events.append(Finish(self.finish))
         pairs = zip(out.tokens[:count], out.logprobs, strict=False)
@@ -127,13 +160,25 @@ class Choice:
         closed_early = out.overflow == "closed" and not self.stopped_here
         return Said(self.index, joined(events), logprobs, closed_early)
 
-    def _until_stop(self, ids: Sequence[int], events: list[Event]) -> int:
-        """Push token by token, so that what counts as delivered does not depend on grouping."""
+    def _each(self, ids: Sequence[int], events: list[Event]) -> int:
+        """Push token by token until a stop string, so that no count depends on grouping."""
         for count, id in enumerate(ids, 1):
+            before = len(events)
             self._push(self.decoder.push([id]), events)
+            self.silent += 1
+            self._weigh(events[before:])
             if self.stopped_here:
                 return count
         return len(ids)
+
+    def _weigh(self, gained: Sequence[Event]) -> None:
+        """Count the tokens since the last event if reasoning came of them."""
+        if gained:
+            for event in gained:
+                if isinstance(event, Reasoning):
+                    self.reasoning += self.silent
+                    break
+            self.silent = 0
 
     def _push(self, text: str, events: list[Event]) -> None:
         if not text:
@@ -147,7 +192,8 @@ class Choice:
                 return
             if isinstance(event, Text):
                 self._say(event.text, events)
-            else:
+            elif (known := self._known(event)) is not None:
+                event = known
                 self._note(event)
                 if self._stops is not None and (rest := self._stops.flush()):
                     self._said.append(rest)
@@ -160,6 +206,24 @@ class Choice:
             self._said.append(text)
         if text:
             events.append(Text(text))
+
+    def _known(self, event: Event) -> Event | None:
+        """The event; None for one of a call to a tool that there is not.
+
+        A grammar lets no model write one.  Were it to fail, the calls beside it must still come,
+        with dense indices.
+        """
+        if isinstance(event, CallStart):
+            self._dropping = self._names is not None and event.name not in self._names
+            if self._dropping:
+                self.dropped += 1
+                _log.warning("dropped a call to a tool that the request does not have")
+        if not self.dropped or isinstance(event, Reasoning):
+            return event
+        if self._dropping:
+            return None
+        assert isinstance(event, CallStart | CallArgs | CallEnd), "only calls have an index"
+        return replace(event, index=event.index - self.dropped)
 
     def _note(self, event: Event) -> None:
         match event:
@@ -181,10 +245,12 @@ class Choice:
 
         But not of the beginning of a call that was `unopened`: it is no text.
         """
+        before = len(events)
         self._push(self.decoder.close(), events)
         if self.scanner is not None:
             held = self.scanner.close()
             self._pass([e for e in held if not (unopened and isinstance(e, Text))], events)
+        self._weigh(events[before:])
         if self._stops is not None and not self.stopped_here and (rest := self._stops.flush()):
             events.append(Text(rest))
 

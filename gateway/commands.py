@@ -1,4 +1,4 @@
-"""Options of `slipstream bench`, `doctor`, `tokens`, `blocks`, `grammar`.  Shows nothing itself."""
+"""Options of `slipstream bench`, `draft`, `grammar` and the other looks.  Shows nothing itself."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), d
                        show_default=True, help="auto is a GPU when there is one.")
 
 
-def bench(engine: Callable[..., None]) -> click.Group:
-    """The group; `engine(what, model, device, out, **how)` measures a model: gateway/ runs none."""
+def bench(engine: Callable[..., Any]) -> click.Group:
+    """The group; `engine(what, model, device, **how)` gives rows of a model: gateway/ runs none."""
 
     @click.group()
     def bench() -> None:
@@ -68,7 +68,10 @@ def bench(engine: Callable[..., None]) -> click.Group:
         model: str, device: str, batches: list[int], context: int | None, seconds: float, out: Path
     ) -> None:
         """MODEL's step and tok/s, beside what the machine allows; on a GPU stage by stage."""
-        engine("decode", model, device, out, seconds=seconds, batches=batches, context=context or 0)
+        from gateway.poke import show_bench
+
+        how = {"seconds": seconds, "batches": batches, "context": context or 0}
+        show_bench("decode", engine("decode", model, device, **how), out)
 
     @bench.command()
     @click.argument("model", default="smollm2")
@@ -76,7 +79,9 @@ def bench(engine: Callable[..., None]) -> click.Group:
     @timed
     def prefill(model: str, device: str, seconds: float, out: Path) -> None:
         """MODEL's tok/s by prompt length, beside the arithmetic roof."""
-        engine("prefill", model, device, out, seconds=seconds)
+        from gateway.poke import show_bench
+
+        show_bench("prefill", engine("prefill", model, device, seconds=seconds), out)
 
     bench.add_command(gateway)
     bench.add_command(serve)
@@ -228,6 +233,41 @@ def grammar(explain: Callable[[Any], Any]) -> click.Command:
             poke_grammar.show_grammar(schema, explain, model, strict=strict, seed=seed)
 
     return grammar
+
+
+def draft(opened: Callable[[str, str], Any]) -> click.Command:
+    """The command; `opened(model, speculative)` gives a model and where its tokens came from."""
+
+    @click.command()
+    @click.argument("text")
+    @click.option("--model", default="smollm2", show_default=True, help="Who answers.")
+    @click.option("--speculative-config", default="auto", show_default=True,
+                  help="Who drafts: auto, off, or JSON as of `slipstream serve`.")
+    @click.option("--max-tokens", default=200, show_default=True, help="Of the answer.")
+    @click.option("--schema", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                  help="JSON Schema that the answer satisfies: grammars dictate much.")
+    @click.option("--prediction", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                  help="File with what you expect the answer to be, for edits.")
+    def draft(
+        text: str, model: str, speculative_config: str, max_tokens: int, schema: Path | None,
+        prediction: Path | None,
+    ) -> None:
+        """Answer TEXT and colour each token by who guessed it; drafts never change the text.
+
+        \b
+        Examples:
+          slipstream draft "List the planets, then list them again."
+          slipstream draft "A city and its size" --schema city.json
+        """
+        from gateway import poke_draft
+
+        fields = poke_draft.fields(max_tokens, schema, prediction)
+        model_here, sources = opened(model, speculative_config)
+        with model_here as llm:
+            frames = llm.stream([{"role": "user", "content": text}], **fields)
+            poke_draft.show_draft(poke_draft.token_texts(frames), sources)
+
+    return draft
 
 
 def doctor(report: Callable[[str], Any]) -> click.Command:

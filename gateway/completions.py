@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.messages import Submit
-from gateway import limits, sessions
+from gateway import drafts, limits, sessions
 from gateway.choices import Choice, Said
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.events import Finish, Text
@@ -142,6 +142,7 @@ def _turn(
     scope = gateway.config.cache_scope
     namespace = sessions.namespace(principal, scope, session, asked.cache_salt)
     deadline = deadline_of(request.headers, begin)
+    drafting = drafts.fields(asked.speculation, hello)
     parts = [
         Part(
             prompt,
@@ -158,6 +159,7 @@ def _turn(
                 session=session.key,
                 priority=asked.priority or 0,
                 deadline_s=deadline,
+                **drafting,
             ),
         )
         for number, prompt in enumerate(prompts)
@@ -167,7 +169,8 @@ def _turn(
         for index in range(len(parts) * asked.choices)
     ]
     request_id = request.scope["slipstream.request_id"]
-    return Turn(gateway, parts, choices, session, request_id=request_id, begin=begin)
+    return Turn(gateway, parts, choices, session, request_id=request_id, begin=begin,
+                tells_drafts=asked.speculation is not None)
 
 
 def _echoes(asked: CompletionRequest, prompts: Sequence[Prompt], shared: Prompts) -> list[str]:

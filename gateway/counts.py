@@ -17,6 +17,7 @@ REJECTIONS = (
     "deadline_exceeded", "connections", "other",
 )  # fmt: skip
 STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
+CONSTRAINED = ("tools", "response_format")  # the fields whose schemas may be enforced in part
 PLAIN = ("requests", "invalid_sessions", "socket_refusals")
 
 _FIRST = (
@@ -70,6 +71,8 @@ class Counts:
         self.rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self.left = Counter(dict.fromkeys(PHASES, 0))
         self.calls = Counter({"true": 0, "false": 0})
+        self.relaxed = Counter(dict.fromkeys(CONSTRAINED, 0))
+        self.answers = Counter({"true": 0, "false": 0})
         self.responses = Counter(dict.fromkeys(STATUSES, 0))
         self.first = Histogram(_FIRST)
         self.gap = Histogram(_GAP)
@@ -79,7 +82,8 @@ class Counts:
         self.prompt = Histogram(_TOKENS)
         self.generated = Histogram(_TOKENS)
         self._counters = (
-            self.plain, self.finished, self.rejected, self.left, self.calls, self.responses,
+            self.plain, self.finished, self.rejected, self.left, self.calls, self.relaxed,
+            self.answers, self.responses,
         )  # fmt: skip
         self._histograms = (
             self.first, self.gap, self.queue, self.total, self.per_token, self.prompt,

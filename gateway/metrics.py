@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from operator import lt
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -19,11 +20,11 @@ from prometheus_client.core import (
     Metric,
 )
 
-from engine.messages import Stats
+from engine.messages import DRAFT_PLACES, DRAFT_SOURCES, Stats
 from gateway.counts import FINISHES, PHASES, REJECTIONS, Counts
 from gateway.link import Link
 from gateway.sessions import Session
-from gateway.sheet import EngineView, Share
+from gateway.sheet import TOTALS, EngineView, Share, totals_of
 
 SAMPLE_S = 1.0
 
@@ -59,19 +60,19 @@ class EngineTotals:
     """An engine's counters, summed so that they never fall when a new engine starts at zero."""
 
     def __init__(self) -> None:
-        self.totals = {field: 0 for field, _ in _ENGINE_COUNTERS.values()}
-        self._last = Stats()
+        self.totals = dict.fromkeys(TOTALS, 0)
+        self._last = totals_of(Stats())
+        self._step = 0
 
     def feed(self, stats: Stats) -> None:
         """Take a snapshot in; one that counts less than the last is a new engine's."""
         # The link's restart count cannot tell: it moves before the last snapshot does.
-        last = self._last
-        fresh = stats.step < last.step or any(
-            getattr(stats, field) < getattr(last, field) for field in self.totals
-        )
-        for field in self.totals:
-            self.totals[field] += getattr(stats, field) - (0 if fresh else getattr(last, field))
-        self._last = stats
+        now, last = totals_of(stats), self._last
+        if stats.step < self._step or any(map(lt, now, last)):
+            last = [0] * len(now)
+        for field, count, before in zip(TOTALS, now, last, strict=True):
+            self.totals[field] += count - before
+        self._last, self._step = now, stats.step
 
 
 class Metrics:
@@ -129,6 +130,14 @@ class Metrics:
     def tool_call(self, valid: bool = True) -> None:
         """A tool call was delivered whole; `valid` = its arguments satisfy their schema."""
         self._counts.calls["true" if valid else "false"] += 1
+
+    def relaxed(self, field: str) -> None:
+        """A response began that says that a schema of this field is enforced in part only."""
+        self._counts.relaxed[field] += 1
+
+    def relaxed_answer(self, valid: bool) -> None:
+        """A text by such a `response_format` was delivered; `valid` = it satisfies all of it."""
+        self._counts.answers["true" if valid else "false"] += 1
 
     def disconnect(self, phase: str) -> None:
         """A client left in one of PHASES."""
@@ -203,6 +212,7 @@ class Metrics:
     def _engine_families(self, view: EngineView) -> Iterator[Metric]:
         for name, (field, what) in _ENGINE_COUNTERS.items():
             yield self._counter(name, what, view.totals[field])
+        yield from self._draft_families(view)
         stats = view.stats
         for name, (field, what) in _ENGINE_GAUGES.items():
             yield self._gauge(name, what, getattr(stats, field))
@@ -215,6 +225,26 @@ class Metrics:
         age = max(0.0, time.monotonic() - view.heard)
         yield self._counter("slipstream:engine_restarts", "Engine restarts.", view.restarts)
         yield self._gauge("slipstream:engine_heartbeat_age_seconds", "Silence of the engine.", age)
+
+    def _draft_families(self, view: EngineView) -> Iterator[Metric]:
+        """Draft tokens by who guessed them, and by their place in the chain."""
+        labels, own = [*self._labels, "source"], list(self._labels.values())
+        for offset, (name, what) in enumerate((
+            ("slipstream:draft_tokens", "Draft tokens verified."),
+            ("slipstream:draft_tokens_accepted", "Draft tokens that were right."),
+        )):  # fmt: skip
+            family = CounterMetricFamily(name, what, labels=labels)
+            for place, source in enumerate(DRAFT_SOURCES):
+                total = view.totals[f"draft_sources.{2 * place + offset}"]
+                family.add_metric([*own, source], total)
+            yield family
+        family = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens that were right.",
+            labels=[*self._labels, "position"],
+        )  # fmt: skip
+        for place in range(DRAFT_PLACES):
+            family.add_metric([*own, str(place)], view.totals[f"draft_places.{place}"])
+        yield family
 
     def _counter_families(self, counts: Counts) -> Iterator[Metric]:
         for name, what, kind in (
@@ -229,6 +259,8 @@ class Metrics:
             ("vllm:admission_rejections", "Turned away.", "reason", counts.rejected),
             ("slipstream:client_disconnects", "Clients that left.", "phase", counts.left),
             ("slipstream:tool_calls", "Tool calls delivered.", "valid", counts.calls),
+            ("slipstream:relaxed_schemas", "Responses, partly enforced.", "field", counts.relaxed),
+            ("slipstream:relaxed_answers", "Texts by such a schema.", "valid", counts.answers),
             ("slipstream:http_responses", "Responses.", "status", responses),
         ):
             family = CounterMetricFamily(name, what, labels=[*self._labels, label])

@@ -78,7 +78,7 @@ class Ordinary:
         call, scanner = -1, choice.scanner
         if scanner is not None:
             watched, call = scanner.watched, scanner.call
-            if watched is None or watched in quoted:
+            if watched is None or watched in quoted or choice.dropped:
                 return self._otherwise(out)
         if not self._room():
             return False
@@ -89,6 +89,7 @@ class Ordinary:
                 choice.argued(text)
             choice.ids += tokens
             choice.tokens += len(tokens)
+            choice.silent = 0
             self._tick()
             self._write(b"".join((self._before, quoted, self._after)))
         except Exception as error:  # of this turn alone: others wait for the same step

@@ -60,7 +60,7 @@ def show_grammar(path: str, explain: Explain, model: str, *, strict: bool, seed:
     for row in shown:  # a table would wrap pointers that somebody wants to copy
         why = f": {row.why}" if row.why else ""
         keywords = ", ".join(row.keywords)
-        console.print(f"{row.pointer or '/':<{wide}}  {row.state:<8}  {keywords}{why}")
+        console.print(f"{row.pointer or '/':<{wide}}  {row.state:<9}  {keywords}{why}")
     if len(rows) > SHOWN_ROWS:
         console.print(f"... and {len(rows) - SHOWN_ROWS:,} rows more")
     sample, cost = explained.sample(model, seed)

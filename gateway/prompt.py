@@ -6,6 +6,7 @@ messages --render--> text | control | text | control | text --encode--> ids
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +14,30 @@ from dataclasses import dataclass
 import anyio.to_thread
 from tokenizers import Tokenizer
 
+from gateway.arguments import BY_JSON, BY_PYTHON, PLAIN, Style
 from gateway.errors import BadRequest, ContextLengthExceeded
+from gateway.marks import Marks, Rendered
 from gateway.plans import Plans
+from gateway.probe import Shown, probe
 from gateway.protocol import Message
-from gateway.render import Marks, Rendered, Template
+from gateway.render import MESSAGE, MODELS_OWN, Template, weight_of
+from gateway.seams import Seams
+from gateway.spellings import Spellings
 from gateway.text import Detokenizer, Vocabulary
 from gateway.tokens import Encoder, Memory, Segment, Trail
 from gateway.tools import Format
-from gateway.tools.thinking import OPEN, Thinking
+from gateway.tools.pythonic import Pythonic
+from gateway.tools.tags import Tagged
+from gateway.tools.thinking import CLOSE, OPEN, Thinking
+from gateway.work import Stopped
 
 INLINE = 8192  # characters; more are rendered and encoded in a thread, never on the event loop
-MESSAGE = 64  # characters that a message or a call weighs beside its text
+LONGEST = 16  # characters of a token, when a prediction is cut before it is encoded
+INLINE_WORK = 100_000  # units of a template's work; what takes more is rendered again in a thread
 _TAIL = 16  # tokens that hold the opening of a section of reasoning, if there is one
 PIECES_BYTES = 64 * 1024 * 1024
 MEMORY_BYTES = 256 * 1024 * 1024
+SPELLINGS_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,7 @@ class Prompt:
     texts: tuple[str, ...] = ("",)  # the tail: what follows the last control token
     controls: tuple[int, ...] = ()
     tail: int = 0  # where the tail's ids begin in `ids`
+    scope: bytes = b""  # whose served turns it may continue
 
 
 class Prompts:
@@ -62,30 +74,37 @@ class Prompts:
         self.format = format = format.bound(self.vocabulary.specials())
         self.plans = Plans(format)
         own = chat_template or format.template
-        takes_tools = chat_template is not None and "tools" in chat_template
-        shown = own if takes_tools else format.template
-        self._controls = self._pick_controls(own + shown)
+        self._controls = self._pick_controls(own + format.template)
         self._ids = {text: id for id, text in self._controls.items()}
         marks = Marks(sorted(self._ids))
         names = {
             "bos_token": self.vocabulary.added.get(-1 if bos_id is None else bos_id, ""),
             "eos_token": self.vocabulary.added.get(stop_ids[0] if stop_ids else -1, ""),
         }
-        self._plain = Template(own, marks, names, objects=takes_tools)
-        self._with_tools = self._plain
-        if not takes_tools:
-            self._with_tools = Template(shown, marks, names, objects=False)
+        ours = f"the chat template of the layout {format.name}"
+        layout = format.layout if isinstance(format, Thinking) else format
+        self._plain = self._with_tools = Template(
+            own, marks, names, objects=chat_template is not None,
+            style=_style(layout), name=ours if chat_template is None else MODELS_OWN,
+        )  # fmt: skip
+        shown = probe(self._plain)
+        takes_tools = chat_template is not None and "tools" in own and shown.tools is not False
+        if not takes_tools and chat_template is not None:
+            self._with_tools = Template(format.template, marks, names, objects=False, name=ours)
+            shown = probe(self._with_tools)
         self._bos = [bos_id] if add_bos and bos_id is not None else []
         self._raw = Tokenizer.from_str(tokenizer_json)
         self._encoder = Encoder(tokenizer_json, self._controls, PIECES_BYTES)
         self._memory = Memory(MEMORY_BYTES)
-        #: One line for the start banner: which template shows tools, and why.
-        self.note = (
-            "tools are shown by the model's own chat template"
-            if takes_tools
-            else f"the model's chat template takes no tools: requests with tools use the layout of "
-            f"{format.name}"
+        marks_of_answers = (layout.begin, OPEN, CLOSE)
+        self._seams = Seams(
+            marks_of_answers, [self._ids[one] for one in marks_of_answers if one in self._ids]
         )
+        self._spellings = Spellings(SPELLINGS_BYTES)
+        #: The template cannot show two calls of one message, so no answer may have two.
+        self.one_call = shown.parallel is False
+        #: One line for the start banner: which template shows tools, and why.
+        self.note = _note(shown, format.name, takes_tools=takes_tools)
 
     def _pick_controls(self, templates: str) -> dict[int, str]:
         """id -> text of the tokens that callers must not write: the special ones, and those added
@@ -114,11 +133,12 @@ class Prompts:
         calls = any(message.tool_calls or message.role == "tool" for message in messages)
         template = self._with_tools if tools or calls else self._plain
         variables = extra or {}
-        weight = template.weight_of(tools) + _weight(messages, variables)
-        if weight <= INLINE:
-            rendered = template.render(messages, tools, variables)
-        else:
-            rendered = await anyio.to_thread.run_sync(template.render, messages, tools, variables)
+        messages = self._spellings.restored(scope, messages)
+        if template.weight_of(tools) + weight_of(messages, variables) <= INLINE:
+            with contextlib.suppress(Stopped):
+                rendered = template.render(messages, tools, variables, INLINE_WORK)
+                return await self._encoded(rendered, scope)
+        rendered = await anyio.to_thread.run_sync(template.render, messages, tools, variables)
         return await self._encoded(rendered, scope)
 
     def ends_inside_thought(self, prompt: Prompt) -> bool:
@@ -139,6 +159,14 @@ class Prompts:
             )
             ids = encoding.ids
         return Prompt(ids if ids[:1] == self._bos else self._bos + ids)
+
+    async def predicted(self, text: str, most: int) -> list[int]:
+        """The ids of what an output may be, at most so many: a guess, so cut where it is long."""
+        if not text:
+            return []
+        given = await self.plain(text[: most * LONGEST])
+        ids = given.ids[len(self._bos) :] if self._bos else given.ids
+        return ids[:most]
 
     def given(self, ids: Sequence[int]) -> Prompt:
         """A prompt that came as ids; raise BadRequest for one outside the vocabulary, and
@@ -164,12 +192,20 @@ class Prompts:
             raise ContextLengthExceeded(len(prompt.ids), wanted or 1, limit, param)
         return wanted or left
 
-    def remember(self, prompt: Prompt, sampled: Sequence[int], keep: str | None = None) -> None:
+    def remember(
+        self,
+        prompt: Prompt,
+        sampled: Sequence[int],
+        keep: str | None = None,
+        calls: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Continue this prompt with these ids when the next request holds the same text.
 
         `sampled`: the answer's ids without the stop id that ended it.  `keep`: the text that was
-        delivered, when a stop string cut it: ids behind it are forgotten.
+        delivered, when a stop string cut it: ids behind it are forgotten.  `calls`: (name,
+        arguments) of those that were made.
         """
+        self._spellings.remember(prompt.scope, calls)
         if not prompt.key:
             return
         if keep is not None:
@@ -178,10 +214,12 @@ class Prompts:
         if texts == [""]:
             return
         joint = prompt.texts[-1] + texts[0]
+        listed = () if self.format.begin else [name for name, _ in calls]
         segment = Segment(
             (*prompt.texts[:-1], joint, *texts[1:]),
             (*prompt.controls, *controls),
             array("I", [*prompt.ids[prompt.tail :], *sampled]),
+            self._seams.parts(prompt.texts, texts, controls, listed),
         )
         self._memory.add(prompt.key, segment)
 
@@ -214,7 +252,7 @@ class Prompts:
 
     async def _encoded(self, rendered: Rendered, scope: bytes) -> Prompt:
         walk = _Walk(rendered.texts, [self._ids[text] for text in rendered.controls], scope)
-        walk.go(self._memory)
+        walk.go(self._memory, self.vocabulary.bytes)
         wanted = {piece for piece in walk.parts if isinstance(piece, tuple)}
         found = {piece: self._encoder.known(*piece) for piece in wanted}
         missing = [piece for piece, ids in found.items() if ids is None]
@@ -227,10 +265,10 @@ class Prompts:
         for (text, first), ids in zip(missing, encoded, strict=True):
             self._encoder.keep(text, first, ids)
             found[text, first] = ids
-        return self._assembled(walk, found)
+        return self._assembled(walk, found, scope)
 
     def _assembled(
-        self, walk: _Walk, found: Mapping[tuple[str, bool], array[int] | None]
+        self, walk: _Walk, found: Mapping[tuple[str, bool], array[int] | None], scope: bytes
     ) -> Prompt:
         ids: list[int] = []
         if self._bos and (not walk.controls or walk.texts[0] or walk.controls[0] != self._bos[0]):
@@ -248,18 +286,35 @@ class Prompts:
                     ids.extend(piece)
                 case _:
                     ids.extend(part)
-        return Prompt(ids, walk.key, walk.tail_texts, walk.tail_controls, tail)
+        return Prompt(ids, walk.key, walk.tail_texts, walk.tail_controls, tail, scope)
 
 
-def _weight(messages: Sequence[Message], extra: Mapping[str, object]) -> int:
-    """About how many characters there are to guard and render, the tools aside."""
-    calls = [call for message in messages for call in message.tool_calls or ()]
-    return (
-        MESSAGE * (len(messages) + len(calls))
-        + sum(len(message.text) for message in messages)
-        + sum(len(call.function.arguments) for call in calls)
-        + sum(len(value) for value in extra.values() if isinstance(value, str))
-    )
+def _style(layout: Format) -> Style:
+    """How a layout writes arguments."""
+    match layout:
+        case Tagged():
+            return BY_JSON
+        case Pythonic():
+            return BY_PYTHON
+        case _:
+            return PLAIN
+
+
+def _note(shown: Shown, layout: str, *, takes_tools: bool) -> str:
+    """Which template shows tools, and what it leaves out."""
+    if not takes_tools:
+        return f"{MODELS_OWN} takes no tools: requests with tools use the layout of {layout}"
+    gone = [
+        what
+        for what, there in (("calls in history", shown.calls), ("tools' results", shown.results))
+        if there is False
+    ]
+    note = "tools are shown by the model's own chat template"
+    if gone:
+        note += f", which leaves out {' and '.join(gone)}"
+    if shown.parallel is False:
+        note += ", which shows one call a message: parallel calls are off"
+    return note
 
 
 class _Walk:
@@ -276,20 +331,16 @@ class _Walk:
         self.key = b""
         self._trail = Trail(scope)
 
-    def go(self, memory: Memory) -> None:
-        """Fill the parts, from the start to the end."""
+    def go(self, memory: Memory, table: Sequence[bytes]) -> None:
+        """Fill the parts, from the start to the end.  `table`: the bytes of each id."""
         at = 0
         while True:
             self.key = self._trail.key
             self.tail_part = len(self.parts)
-            segment = memory.find(self.key, self.texts, self.controls, at) if len(memory) else None
-            end = at
-            rest = self.texts[at]
-            if segment is not None:
-                self.parts.append(segment.ids)
-                end = at + len(segment.controls)
-                rest = self.texts[end].removeprefix(segment.texts[-1])
-            self.parts.append((rest, end == 0 and segment is None))
+            end, rest, known = at, self.texts[at], False
+            if len(memory):
+                end, rest, known = self._continued(memory, table, at)
+            self.parts.append((rest, end == 0 and not known))
             if end == len(self.controls):
                 break
             for passed in range(at, end + 1):
@@ -298,3 +349,38 @@ class _Walk:
             at = end + 1
         self.tail_texts = tuple(self.texts[at:])
         self.tail_controls = tuple(self.controls[at:])
+
+    def _continued(
+        self, memory: Memory, table: Sequence[bytes], at: int
+    ) -> tuple[int, str, bool]:
+        """Add what was sampled from piece `at` on: the piece that it ends in, what is left of that
+        one, and whether there was something."""
+        texts, controls = self.texts, self.controls
+        segment = memory.find(self.key, texts, controls, at)
+        if segment is not None:
+            self.parts.append(segment.ids)
+            end = at + len(segment.controls)
+            return end, segment.after(texts, controls, at) or "", True
+        near = memory.nearest(self.key, texts, controls, at)
+        if near is None:
+            return at, texts[at], False
+        segment, count = near
+        before, piece = segment.piece(count)
+        end = at + count
+        kept, rest = _common(piece, texts[end], table)
+        self.parts.append(before + piece[:kept])
+        return end, rest, True
+
+
+def _common(ids: Sequence[int], text: str, table: Sequence[bytes]) -> tuple[int, str]:
+    """How many of the ids the text begins with, and the text behind them."""
+    raw = text.encode("utf-8", "surrogatepass")
+    at = kept = end = 0
+    for number, id in enumerate(ids, 1):
+        spelled = table[id] if id < len(table) else b""
+        if not spelled or not raw.startswith(spelled, at):
+            break
+        at += len(spelled)
+        if at == len(raw) or raw[at] & 0xC0 != 0x80:  # between code points
+            kept, end = number, at
+    return kept, raw[end:].decode("utf-8", "surrogatepass")

@@ -26,6 +26,13 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class Speculation(Struct, frozen=True):
+    """`speculation`: who may draft tokens ahead, and how many a step; never changes an answer."""
+
+    mode: Annotated[str, Meta(max_length=32)] = "auto"  # or off, or a source that the server has
+    max: Annotated[int, Meta(ge=0, le=64)] | None = None
+
+
 class Sampled(Struct, frozen=True, kw_only=True):
     """What chat and text completions share."""
 
@@ -46,6 +53,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    speculation: Speculation | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     prompt_cache_key: str | None = None
@@ -99,6 +107,13 @@ class Message(Struct, frozen=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as some clients name it
+
+    @property
+    def thoughts(self) -> str:
+        """What an assistant message thought before it spoke."""
+        return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
 
     @property
     def text(self) -> str:
@@ -106,6 +121,20 @@ class Message(Struct, frozen=True):
         if isinstance(self.content, list):
             return "".join(part.text or part.refusal or "" for part in self.content)
         return self.content or ""
+
+
+class Prediction(Struct, frozen=True):
+    """`prediction`: what the answer will mostly be, for edits; served as drafts."""
+
+    type: Literal["content"]
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or "" for part in self.content)
 
 
 class ChatRequest(Sampled, frozen=True, kw_only=True):
@@ -125,6 +154,7 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
     function_call: msgspec.Raw = NULL
     modalities: list[str] | None = None
     audio: msgspec.Raw = NULL
+    prediction: Prediction | None = None
     web_search_options: msgspec.Raw = NULL
     moderation: msgspec.Raw = NULL
 
@@ -164,6 +194,14 @@ class OutputDetails(Struct, frozen=True):
     rejected_prediction_tokens: int = 0
 
 
+class Speculated(Struct, frozen=True):
+    """`usage.speculation`: draft tokens that were verified, and of them those that were right."""
+
+    drafted: int
+    accepted: int
+    sources: dict[str, dict[str, int]]
+
+
 class Usage(Struct, frozen=True):
     """Tokens of a request; completion tokens are the delivered ones, of all choices."""
 
@@ -172,6 +210,7 @@ class Usage(Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
     completion_tokens_details: OutputDetails = OutputDetails()
+    speculation: Speculated | UnsetType = UNSET  # only for requests with that field
 
 
 class TopLogprob(Struct, frozen=True):

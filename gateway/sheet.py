@@ -15,15 +15,20 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.messages import Stats
+import msgspec
+
+from engine.messages import DRAFT_PLACES, DRAFT_SOURCES, Stats
 from gateway.counts import Counts
 
-TOTALS = (
+_LISTS = {"draft_sources": 2 * len(DRAFT_SOURCES), "draft_places": DRAFT_PLACES}  # their lengths
+_SINGLE = (
     "prompt_tokens", "generated_tokens", "preemptions", "prefix_queries", "prefix_hits", "drafts",
     "drafted_tokens", "accepted_tokens", "closing_refusals", "closing_tokens", "closed_early",
     "unopened",
 )  # fmt: skip
-_STATS = Stats.__struct_fields__
+# The counters of Stats, by field; those that are lists have a name for each entry.
+TOTALS = (*_SINGLE, *(f"{field}.{i}" for field, size in _LISTS.items() for i in range(size)))
+_STATS = tuple(field for field in Stats.__struct_fields__ if field not in _LISTS)
 _ENGINE = 2 + len(TOTALS) + len(_STATS)  # heard, restarts
 _PLACES = 3  # queued, their tokens, open
 _LAG = _PLACES  # its place in a worker's part
@@ -39,7 +44,15 @@ class EngineView:
     heard: float  # monotonic seconds, one clock for all processes
     restarts: int
     totals: Mapping[str, int]  # counters by field of Stats, over all engines since the start
-    stats: Stats
+    stats: Stats  # of it the gauges: its lists may be left out
+
+
+def totals_of(stats: Stats) -> list[int]:
+    """What an engine counted, in the order of TOTALS."""
+    found = [getattr(stats, field) for field in _SINGLE]
+    for field, size in _LISTS.items():
+        found += (getattr(stats, field) or [0] * size)[:size]
+    return found
 
 
 class Sheet:
@@ -70,7 +83,9 @@ class Sheet:
         heard, restarts, *numbers = self._numbers[:_ENGINE].tolist()
         whole = [int(number) for number in numbers]
         counters = dict(zip(TOTALS, whole[: len(TOTALS)], strict=True))
-        return EngineView(heard, int(restarts), counters, Stats(*whole[len(TOTALS) :]))
+        told = dict(zip(_STATS, whole[len(TOTALS) :], strict=True))
+        stats = msgspec.structs.replace(Stats(), **told)
+        return EngineView(heard, int(restarts), counters, stats)
 
     def part(self, worker: int) -> memoryview[float]:
         """A worker's numbers."""

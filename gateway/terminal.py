@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import click
 from rich.console import Console
 
-from gateway.events import CallArgs, CallStart, Event, Finish, Text
+from gateway.events import CallArgs, CallStart, Event, Finish, Reasoning, Text
 from gateway.inside import RequestFailed, events, frames
 
 Message = dict[str, Any]
@@ -80,25 +80,12 @@ def _turn(chat: Chat, history: list[Message], console: Console) -> list[Message]
 
 def _answer(chat: Chat, history: Sequence[Message], console: Console) -> Message | None:
     """Show one answer as it comes; the assistant's message, or None when it failed."""
-    said: list[str] = []
-    calls: list[dict[str, Any]] = []
-    start, first, finish = time.monotonic(), 0.0, ""
+    said = _Said()
+    start, first = time.monotonic(), 0.0
     try:
         for event in chat(history):
             first = first or time.monotonic() - start
-            match event:
-                case Text(text=text):
-                    said.append(text)
-                    click.echo(_shown(text), nl=False)
-                case CallStart(id=id, name=name):
-                    function = {"name": name, "arguments": ""}
-                    calls.append({"id": id, "type": "function", "function": function})
-                    click.echo(f"\n[call {name}] ", nl=False)
-                case CallArgs(text=text):
-                    calls[-1]["function"]["arguments"] += text
-                    click.echo(_shown(text), nl=False)
-                case Finish(reason=finish):
-                    pass
+            said.show(event)
     except RequestFailed as error:
         console.print(f"[red]{error}[/red]")
         return None
@@ -106,14 +93,53 @@ def _answer(chat: Chat, history: Sequence[Message], console: Console) -> Message
         console.print(f"[red]No answer from the server: {error}[/red]")
         return None
     except KeyboardInterrupt:
-        finish = "stopped"
-        calls = []  # the last one may be half
+        said.finish = "stopped"
+        said.calls = []  # the last one may be half
     took = time.monotonic() - start
     console.print(
-        f"\n[dim]{finish} · first after {first:.2f} s · {took:.2f} s[/dim]", highlight=False
+        f"\n[dim]{said.finish} · first after {first:.2f} s · {took:.2f} s[/dim]", highlight=False
     )
-    message: Message = {"role": "assistant", "content": "".join(said)}
-    return {**message, "tool_calls": calls} if calls else message
+    return said.message
+
+
+class _Said:
+    """An answer as far as it has come."""
+
+    def __init__(self) -> None:
+        self.finish = ""
+        self.calls: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+
+    def show(self, event: Event) -> None:
+        """Print what an event says, reasoning dimmed, and keep it."""
+        match event:
+            case Reasoning(text=text):
+                self._thoughts.append(text)
+                click.secho(_shown(text), nl=False, dim=True)
+            case Text(text=text):
+                if self._thoughts and not self._texts:
+                    click.echo("\n")
+                self._texts.append(text)
+                click.echo(_shown(text), nl=False)
+            case CallStart(id=id, name=name):
+                function = {"name": name, "arguments": ""}
+                self.calls.append({"id": id, "type": "function", "function": function})
+                click.echo(f"\n[call {name}] ", nl=False)
+            case CallArgs(text=text):
+                self.calls[-1]["function"]["arguments"] += text
+                click.echo(_shown(text), nl=False)
+            case Finish(reason=reason):
+                self.finish = reason
+
+    @property
+    def message(self) -> Message:
+        """For the history.  The model reads its reasoning again where its chat template keeps it:
+        within a turn of calls, mostly."""
+        made: Message = {"role": "assistant", "content": "".join(self._texts)}
+        if self._thoughts:
+            made["reasoning_content"] = "".join(self._thoughts)
+        return {**made, "tool_calls": self.calls} if self.calls else made
 
 
 def _shown(text: str) -> str:

@@ -49,6 +49,7 @@ class Vocabulary:
         #: Text of the added tokens: a piece of user text must never become one of these ids.
         self.added: dict[int, str] = {}
         self.special: set[int] = set()
+        self._marks: set[int] = set()
         #: JSON without its quotes, and text, of tokens that quote() found to be whole text.
         self.quoted: dict[int, tuple[bytes, str]] = {}
         for token in spec.get("added_tokens") or []:
@@ -56,6 +57,8 @@ class Vocabulary:
             self.added[token["id"]] = token["content"]
             if token.get("special"):
                 self.special.add(token["id"])
+            if token.get("special") or (token["content"][:1], token["content"][-1:]) == ("<", ">"):
+                self._marks.add(token["id"])
         self.bytes: list[bytes] = [b""] * (max(pieces, default=-1) + 1)
         for id, piece in pieces.items():
             self.bytes[id] = b"" if id in self.special else spell(piece)
@@ -64,13 +67,17 @@ class Vocabulary:
         return len(self.bytes)
 
     def specials(self) -> dict[str, int]:
-        """Text -> id of the control tokens."""
-        return {self.added[id]: id for id in self.special}
+        """Text -> id of the tokens that no text spells for a grammar: the control tokens, and added
+        ones in angle brackets.  Qwen's and DeepSeek's markers of calls are of the second kind."""
+        return {self.added[id]: id for id in self._marks}
 
     def quote(self, id: int) -> None:
-        """Note a token's text if it has some that begins and ends between code points."""
+        """Note a token's text if it has some that begins and ends between code points; never that
+        of a mark, which may be more than text."""
+        if id in self._marks or id in self.quoted:
+            return
         with contextlib.suppress(UnicodeDecodeError, IndexError):
-            if id not in self.quoted and (text := self.bytes[id].decode()):
+            if text := self.bytes[id].decode():
                 self.quoted[id] = msgspec.json.encode(text)[1:-1], text
 
     def spelled(self, id: int) -> bytes:

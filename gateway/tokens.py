@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from gateway.seams import Parts, alike, end_of, ending_of
+
 _BRANCHES = 8  # answers kept for one prompt: choices, retries
 _ENTRY_BYTES = 200  # of Python objects around each entry, roughly
 
@@ -107,21 +109,46 @@ class Segment:
     texts: tuple[str, ...]  # one more than controls
     controls: tuple[int, ...]
     ids: array[int]
+    parts: tuple[Parts, ...] = ()  # of `texts`, at the seams of the answer
 
-    def matches(self, texts: Sequence[str], controls: Sequence[int], at: int) -> bool:
-        """Whether the pieces from `at` on begin with this segment."""
+    def after(self, texts: Sequence[str], controls: Sequence[int], at: int) -> str | None:
+        """What follows this segment in its last piece if the pieces from `at` on begin with it."""
         last = at + len(self.controls)
-        return (
-            last < len(texts)
-            and tuple(controls[at:last]) == self.controls
-            and tuple(texts[at:last]) == self.texts[:-1]
-            and texts[last].startswith(self.texts[-1])
-        )
+        if last >= len(texts) or tuple(controls[at:last]) != self.controls:
+            return None
+        if tuple(texts[at:last]) == self.texts[:-1] and texts[last].startswith(self.texts[-1]):
+            return texts[last].removeprefix(self.texts[-1])
+        if not self.parts:
+            return None
+        return alike(self.parts, texts[at : last + 1], ending_of(self.texts[-1]))
+
+    def shared(self, texts: Sequence[str], controls: Sequence[int], at: int) -> int:
+        """How many pieces, each with the control token behind it, both begin with."""
+        count = 0
+        for text, control in zip(self.texts, self.controls, strict=False):
+            here = at + count
+            if here >= len(controls) or controls[here] != control:
+                break
+            parts = self.parts[count] if self.parts else (text,)
+            if texts[here] != text and end_of(parts, texts[here]) != len(texts[here]):
+                break
+            count += 1
+        return count
+
+    def piece(self, number: int) -> tuple[array[int], array[int]]:
+        """The ids before a piece, and those of the piece."""
+        start = 0
+        for control in self.controls[:number]:
+            start = self.ids.index(control, start) + 1
+        end = len(self.ids)
+        if number < len(self.controls):
+            end = self.ids.index(self.controls[number], start)
+        return self.ids[:start], self.ids[start:end]
 
     @property
     def size(self) -> int:
         """Bytes, roughly."""
-        return 4 * sum(map(len, self.texts)) + 4 * len(self.ids) + _ENTRY_BYTES
+        return 8 * sum(map(len, self.texts)) + 4 * len(self.ids) + _ENTRY_BYTES
 
 
 class Memory:
@@ -138,11 +165,21 @@ class Memory:
         self, key: bytes, texts: Sequence[str], controls: Sequence[int], at: int
     ) -> Segment | None:
         """The longest segment under `key` that the pieces from `at` on begin with."""
-        found = [s for s in self._segments.get(key, ()) if s.matches(texts, controls, at)]
+        segments = self._segments.get(key, ())
+        found = [one for one in segments if one.after(texts, controls, at) is not None]
         if not found:
             return None
         self._segments.move_to_end(key)
         return max(found, key=lambda segment: sum(map(len, segment.texts)))
+
+    def nearest(
+        self, key: bytes, texts: Sequence[str], controls: Sequence[int], at: int
+    ) -> tuple[Segment, int] | None:
+        """A segment that begins as the pieces do, and how many pieces; for answers of which the
+        template prints a part in another way."""
+        found = [(one.shared(texts, controls, at), one) for one in self._segments.get(key, ())]
+        count, segment = max(found, key=lambda one: one[0], default=(0, None))
+        return None if segment is None or not count else (segment, count)
 
     def add(self, key: bytes, segment: Segment) -> None:
         """Remember a segment; one of the same text replaces the older one."""

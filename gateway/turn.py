@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.types import Receive
 
 from engine.messages import Abort, Out, SessionEnd, Submit, TurnEnd
+from gateway import delivered, drafts
 from gateway.app import places
 from gateway.choices import Choice, Said
 from gateway.errors import (
@@ -35,7 +37,7 @@ from gateway.errors import (
 )
 from gateway.link import Bell, EngineFailed, EngineLost, Mailbox, SubmitRefused
 from gateway.ordinary import Ordinary, Socket
-from gateway.protocol import PromptDetails, Usage
+from gateway.protocol import OutputDetails, PromptDetails, Usage
 from gateway.sessions import Session
 
 if TYPE_CHECKING:
@@ -71,10 +73,12 @@ class Turn:
         request_id: str,
         begin: float,
         plan: ToolPlan | None = None,
+        tells_drafts: bool = False,
     ) -> None:
         """Takes the request's place in the queue; raise ApiError when there is none.
 
         `begin`: time.monotonic() at arrival.  `choices`: n for each part, in order.
+        `tells_drafts`: usage says what was drafted.
         """
         self.choices = choices
         self.cached = 0  # prompt tokens, of all parts
@@ -82,6 +86,7 @@ class Turn:
         self._parts = parts
         self._session = session
         self._plan = plan
+        self._tells_drafts = tells_drafts
         self._request_id = request_id
         self._begin = begin
         self._first: float | None = None  # when the first token came
@@ -133,6 +138,8 @@ class Turn:
         self._gateway.metrics.queued(time.monotonic() - self._begin)
         self._cached = [one.cached for one in admitted]
         self.cached = sum(self._cached)
+        for field in () if self._plan is None else self._plan.relaxed_fields:
+            self._gateway.metrics.relaxed(field)
 
     def _watch(self, receive: Receive) -> None:
         """Whatever ends a turn from outside wakes the reader through its mailboxes."""
@@ -215,6 +222,7 @@ class Turn:
             self._part_running[part] -= 1
             if choice.stopped_here and not out.finish:
                 self._gateway.link.send(Abort(out.id, out.index))
+            delivered.check_call(self._plan, choice)
         if self._anew and choice.index in self._anew:
             self._anew.discard(choice.index)
             return replace(taken, anew=True)
@@ -283,20 +291,10 @@ class Turn:
         for choice in self.choices:
             prompt = self._parts[choice.index // self._n].prompt
             if choice.kept is None or not choice.calls:
-                self._gateway.prompts.remember(prompt, choice.ids, choice.kept)
-            self._count(choice.calls)
+                self._gateway.prompts.remember(prompt, choice.ids, choice.kept, choice.calls)
+            delivered.count(self._plan, choice, self._gateway.metrics)
         self._note_session()
         self._finished(self.choices[0].finish)
-
-    def _count(self, calls: list[tuple[str, str]]) -> None:
-        """Count the calls; a thread judges those whose schema was not enforced in full."""
-        count = self._gateway.metrics.tool_call
-        if self._plan is None or not self._plan.relaxed:
-            for _ in calls:
-                count()
-        elif calls:
-            judging = asyncio.get_running_loop().run_in_executor(None, self._plan.judged, calls)
-            judging.add_done_callback(lambda done: [count(valid) for valid in done.result()])
 
     def _note_session(self) -> None:
         session = self._session
@@ -357,11 +355,15 @@ class Turn:
     def usage(self) -> Usage:
         """Tokens so far; final when the turn is over."""
         output = sum(choice.tokens for choice in self.choices)
+        counts = [choice.drafts for choice in self.choices]
+        reasoning = sum(choice.reasoning for choice in self.choices)
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=output,
             total_tokens=self._prompt_tokens + output,
             prompt_tokens_details=PromptDetails(sum(self._cached), sum(self._written)),
+            completion_tokens_details=OutputDetails(reasoning, *drafts.predicted(counts)),
+            speculation=drafts.speculated(counts) if self._tells_drafts else UNSET,
         )
 
     def typed(self, error: Exception) -> ApiError:
@@ -374,6 +376,9 @@ class Turn:
             case EngineFailed(code="deadline_exceeded"):
                 return DeadlineExceeded()
             case EngineFailed(code=code, message=message):
+                # The engine's own log has only its name for the request.
+                engines = self._parts[0].submit.id
+                _log.error("request %s (%s) failed: %s", self._request_id, engines, code)
                 return Internal(code, message)
             case EngineLost():
                 return EngineRestarted()

@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.messages import Sampling
+from gateway.arguments import DEPTH, BadArguments, check
 from gateway.errors import BadRequest
 from gateway.protocol import (
     ChatRequest,
@@ -171,28 +172,40 @@ def _check_parts(parts: Sequence[Part], path: str) -> None:
 def _check_call(call: ToolCall, path: str) -> None:
     if not TOOL_NAME.fullmatch(call.function.name):
         raise BadRequest(
-            "A function's name has 1 to 64 letters, digits, `_` or `-`.",
+            f"`{path}.function.name`: a function's name has 1 to 64 letters, digits, `_` or `-`.",
             param=f"{path}.function.name",
         )
     try:
-        msgspec.json.decode(call.function.arguments or "{}", type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError):
+        check(call.function.arguments or "{}")
+    except BadArguments:
         raise BadRequest(
-            "The arguments of this call are not one JSON object. Send the string that the "
-            "assistant's reply held, or leave this message out.",
+            f"`{path}.function.arguments` is not one JSON object, nested at most {DEPTH} deep. "
+            "Send the string that the assistant's reply held, or leave this message out.",
             param=f"{path}.function.arguments",
         ) from None
+
+
+def check_one_call(messages: Sequence[Message]) -> None:
+    """For a chat template that shows one call a message; raise BadRequest for a second one."""
+    for at, message in enumerate(messages):
+        if message.role == "assistant" and len(message.tool_calls or ()) > 1:
+            raise BadRequest(
+                f"`messages[{at}]` has {len(message.tool_calls or ())} calls, and this model's "
+                "chat template shows one a message. Send each in an assistant message of its own, "
+                "followed by its result.",
+                param=f"messages[{at}].tool_calls",
+            )
 
 
 def _check_result(message: Message, called: set[str], path: str) -> None:
     if not message.tool_call_id:
         raise BadRequest(
-            "A message with role `tool` needs the `tool_call_id` that it answers.",
+            f"`{path}` has role `tool` and needs the `tool_call_id` that it answers.",
             param=f"{path}.tool_call_id",
         )
     if message.tool_call_id not in called:
         raise BadRequest(
-            "This `tool_call_id` belongs to no call of an earlier assistant message. Send that "
+            f"`{path}.tool_call_id` belongs to no call of an earlier assistant message. Send that "
             "message with its `tool_calls`, too.",
             param=f"{path}.tool_call_id",
         )

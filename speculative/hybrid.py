@@ -31,6 +31,7 @@ class Hybrid:
 
     def __init__(self, row: float, sources: Sequence[str] = ("forced", "suffix")) -> None:
         """`row`: what a row more costs before it is measured, as a share of a step with one."""
+        self.sources = tuple(sources)
         self._times = StepTimes(row)
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None

@@ -43,7 +43,7 @@ def configured(config: EngineConfig) -> EngineConfig:
             "To draft nothing, use --speculative-config off."
         )
     changes = {} if most is None else {"max_drafts": most}
-    return msgspec.structs.replace(config, proposer=HERE, **changes)
+    return msgspec.structs.replace(config, proposer=config.proposer or HERE, **changes)
 
 
 def make(config: ResolvedConfig, kind: str) -> HostDrafts | None:

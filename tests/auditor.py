@@ -11,6 +11,7 @@ class Heard:
     """What one choice said."""
 
     content: str | None = None
+    thoughts: str = ""
     calls: list[dict[str, str]] = field(default_factory=list)
     finish: str | None = None
     logprobs: list[dict] = field(default_factory=list)
@@ -97,6 +98,9 @@ class Auditor:
         if "content" in delta:
             assert delta["content"], "an empty delta"
             heard.content = (heard.content or "") + delta["content"]
+        elif "reasoning_content" in delta:
+            assert delta["reasoning_content"], "an empty delta"
+            heard.thoughts += delta["reasoning_content"]
         else:
             self._call(heard, delta["tool_calls"])
 

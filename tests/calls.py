@@ -15,7 +15,6 @@ from engine.grammar.matcher import Compiler
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Reasoning, Text
 from gateway.text import Detokenizer, Vocabulary
 from gateway.tools import Format, Tool, load
-from gateway.tools.control import Bound
 from gateway.tools.marked import Marked
 from tests.scripted import EOS, byte_tokenizer_json
 
@@ -32,14 +31,17 @@ def byte_compiler() -> Compiler:
     return Compiler(byte_tokenizer_json(), SIZE, [EOS])
 
 
-def with_controls(texts: Iterable[str], tokenizer_json: str = "") -> tuple[str, dict[str, int]]:
-    """The tokenizer (of bytes, if none is given) with these as further control tokens: text, id."""
+def with_controls(
+    texts: Iterable[str], tokenizer_json: str = "", *, special: bool = True
+) -> tuple[str, dict[str, int]]:
+    """The tokenizer (of bytes, if none is given) with these as further added tokens: text, id."""
     parsed = json.loads(tokenizer_json or byte_tokenizer_json())
     first = max(token["id"] for token in parsed["added_tokens"])
     first = max(first, *parsed["model"]["vocab"].values()) + 1
     ids = {text: first + at for at, text in enumerate(texts)}
     parsed["added_tokens"] += [
-        {**parsed["added_tokens"][0], "id": id, "content": text} for text, id in ids.items()
+        {**parsed["added_tokens"][0], "id": id, "content": text, "special": special}
+        for text, id in ids.items()
     ]
     return json.dumps(parsed), ids
 
@@ -68,7 +70,9 @@ class Dialect:
 
     def seen(self, text: str) -> str:
         """Text in which every marker is meant, as the scanner sees it."""
-        return Bound(self.ids).seen(text)
+        for marker in sorted(self.ids, key=len, reverse=True):
+            text = text.replace(marker, self.fmt.stand_ins[self.ids[marker]])
+        return text
 
     def written(self, calls: Calls, before: str = "") -> str:
         """A message as the scanner sees it; markers in text and arguments are text."""

@@ -18,6 +18,8 @@ from engine.proposer import Draft, Features, Key, Turn
 class OneByOne:
     """A proposer that guesses for each sequence by itself, in `guess`, and learns nothing."""
 
+    sources = ()
+
     def propose(self, turns: Sequence[Turn]) -> list[Draft]:
         return [self.guess(turn) for turn in turns]
 

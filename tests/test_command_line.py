@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from gateway.config import GatewayConfig
 from gateway.options import SHOWN
 from gateway.protocol import Message
-from gateway.render import BadTemplate
+from gateway.sandbox import BadTemplate
 from tests.scripted import Script, ScriptedLink
 from tests.tiny import write_llama
 

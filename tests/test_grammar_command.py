@@ -82,7 +82,8 @@ def test_every_keyword_is_shown_with_what_became_of_it(tmp_path):
     properties = {
         "tags": {"type": "array", "items": STRING, "uniqueItems": True, "title": "Tags"},
         "note": {"type": "string", "nullable": True},
-        "pick": {"oneOf": [{"type": "integer"}, {"type": "number", "not": {"const": 1}}]},
+        "pick": {"oneOf": [{"type": "integer"}, {"type": "number", "not": {"pattern": "1"}}]},
+        "kind": {"type": "integer", "minimum": 1, "maximum": 9, "not": {"const": 4}},
     }
     model = str(write_llama(tmp_path / "model"))
     schema = written(tmp_path, "tool.json", json.dumps(tool("t", record(properties))))
@@ -97,6 +98,7 @@ def test_every_keyword_is_shown_with_what_became_of_it(tmp_path):
         "/properties/note ignored nullable: not of JSON Schema; to allow null write it into 'type'",
         "/properties/pick dropped oneOf: it cannot be enforced as it stands here",
         "/properties/pick/oneOf/1 dropped not: it cannot be enforced",
+        "/properties/kind rewritten not: enforced in other words",
     ):
         assert wanted in lines
     assert "forced (" in said.output and "first mask" in said.output

@@ -1,4 +1,4 @@
-"""The shortest ending of a small grammar that is no JSON, breadth first over its bytes.
+"""The shortest ending of a small grammar that is no JSON, shorter texts of it first.
 
 For what the planner's search, which knows how JSON is written, finds no ending: runs of letters or
 digits that only another letter ends.  Finds nothing where endings are long or ways are many.
@@ -6,7 +6,7 @@ digits that only another letter ends.  Finds nothing where endings are long or w
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Sequence
 
 from engine.grammar.probe import Broken, Probe, Stuck
@@ -22,14 +22,15 @@ def shortest(probe: Probe, known: Sequence[bytes]) -> bytes | None:
 
     `known`: texts that no search finds, such as an address.
     """
-    waiting = deque([b""])
+    waiting = [(0, 0, b"")]  # bytes, order, text
+    order = 0
     seen: dict[bytes, int] = {}
     outset = probe.depth
     try:
         for _ in range(_NODES):
             if not waiting:
                 return None
-            text = waiting.popleft()
+            _, _, text = heapq.heappop(waiting)
             try:
                 probe.push(text)
                 forced = probe.forced()
@@ -41,7 +42,9 @@ def shortest(probe: Probe, known: Sequence[bytes]) -> bytes | None:
             except Broken:
                 probe.back(outset)
                 continue
-            waiting += [text + way for way in ways]
+            for way in ways:
+                order += 1
+                heapq.heappush(waiting, (len(text) + len(way), order, text + way))
     except Stuck:
         pass
     finally:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from engine.grammar import work
 from engine.grammar.formats import NARROWED
 from engine.grammar.verdict import Document, Node
 from engine.grammar.verdict import ref as ref_to
 
 PATTERN_LIMIT = 4_096  # characters of one pattern
-DIVISOR_LIMIT = 100_000  # a `multipleOf`: llguidance needs 0.7 s there, with its square
 PAIRS_LIMIT = 20_000  # of `oneOf` alternatives in a schema, all told apart by llguidance: 0.05 s
+KEY_PAIRS = 6  # as many as these takes a pair of `patternProperties`
 REQUIRED_LIMIT = 2_000  # names; llguidance's time grows with their square
 OPTIONAL_LIMIT = 900  # of one object: above 1,000 the matcher's own limit ends the request instead
 
@@ -143,6 +143,8 @@ class Cleaner:
         """Whether the keyword goes into the grammar; one that should but cannot is dropped."""
         if key in ENFORCED:
             _check_size(pointer, node, key)
+            if key == "patternProperties" and self._too_many_pairs(len(node[key]), KEY_PAIRS):
+                raise _too_large(pointer, key, "too many patterns to tell apart")
             why = self._weakness(node, key)
             if not why:
                 return not _says_nothing(node, key)
@@ -163,7 +165,7 @@ class Cleaner:
                 return f"the format {value[:40]!r} is unknown"
             case "exclusiveMinimum" | "exclusiveMaximum" if _leaks(node, key):
                 return "an excluded whole number cannot be kept out of a range narrower than 1"
-            case "multipleOf" if _coefficient(value) > DIVISOR_LIMIT:
+            case "multipleOf" if work.coefficient(value) > work.DIVISOR_LIMIT:
                 return "the number is too large"
             case "oneOf" if self._too_many_pairs(len(value)):
                 return "there are too many alternatives to tell apart"
@@ -171,8 +173,8 @@ class Cleaner:
                 return "a key that is written twice would count twice"
         return ""
 
-    def _too_many_pairs(self, count: int) -> bool:
-        self._pairs += count * (count - 1) // 2
+    def _too_many_pairs(self, count: int, weight: int = 1) -> bool:
+        self._pairs += weight * count * (count - 1) // 2
         return self._pairs > PAIRS_LIMIT
 
     def _elsewhere(self, pointer: str) -> bool:
@@ -224,28 +226,22 @@ def _too_large(pointer: str, keyword: str, what: str) -> BadSchema:
     return BadSchema("invalid_schema", message, pointer, keyword)
 
 
-def _coefficient(number: float) -> int:
-    """The digits of a decimal number as a whole number; 1 for powers of ten."""
-    exact = Decimal(repr(number)) if isinstance(number, float) else Decimal(number)
-    digits = exact.as_tuple().digits
-    found = int("".join(map(str, digits[:20])))
-    return 1 if str(found).rstrip("0") == "1" else found
-
-
-def divisor_work(number: float) -> int:
-    """How many subschemas take as long to compile as this `multipleOf`."""
-    found = _coefficient(number)
-    return found * found // 2_000_000 if found <= DIVISOR_LIMIT else 0
-
-
 def _check_size(pointer: str, node: Node, key: str) -> None:
-    size = len(node[key]) if key in ("pattern", "required", "properties") else 0
-    if key == "pattern" and size > PATTERN_LIMIT:
-        raise _too_large(pointer, key, f"more than {PATTERN_LIMIT:,} characters")
+    size = len(node[key]) if key in ("required", "properties") else 0
+    for pattern in [node[key]] if key == "pattern" else _patterns(node, key):
+        if len(pattern) > PATTERN_LIMIT:
+            raise _too_large(pointer, key, f"a pattern of more than {PATTERN_LIMIT:,} characters")
+        if work.least(pattern) > work.LEAST_LIMIT:
+            asks = f"a pattern that asks for more than {work.LEAST_LIMIT:,} characters"
+            raise _too_large(pointer, key, asks)
     if key == "required" and size > REQUIRED_LIMIT:
         raise _too_large(pointer, key, f"more than {REQUIRED_LIMIT:,} names")
     if key == "properties" and size - len(node.get("required", ())) > OPTIONAL_LIMIT:
         raise _too_large(pointer, key, f"more than {OPTIONAL_LIMIT:,} optional properties")
+
+
+def _patterns(node: Node, key: str) -> list[str]:
+    return list(node[key]) if key == "patternProperties" else []
 
 
 def _says_nothing(node: Node, key: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from engine.messages import Grammar
 SAMPLE_TOKENS = 1_000  # at most; a schema that asks for more has no sample here
 _LONG = 120  # tokens, behind which the sample looks for its end
 _BYTES = 262  # ids of llguidance's own byte tokenizer, of which the first 256 are the bytes
+_BETWEEN = 4  # tokens, from mask to mask
 _SHOWN = 60  # bytes of what must come next
 
 
@@ -37,7 +38,7 @@ class Row:
 
     pointer: str
     keywords: tuple[str, ...]
-    state: str  # enforced, dropped, or ignored: means nothing to a validator either
+    state: str  # enforced, rewritten, dropped, or ignored: means nothing to a validator either
     why: str = ""
 
 
@@ -78,12 +79,16 @@ def rows(schema: object, checked: Checked) -> Iterator[Row]:
     for one in checked.dropped:
         gone.setdefault(one.pointer, []).append(one)
     source = dict(_nodes(modern(schema))) if isinstance(schema, dict) else {}
+    otherwise = set(checked.rewritten)
     for pointer, node in source.items():
-        enforced = tuple(key for key in node if key in kept.get(pointer, {}))
+        said = tuple(key for key in node if (pointer, key) in otherwise)
+        enforced = tuple(key for key in node if key in kept.get(pointer, {}) and key not in said)
         dropped = {one.keyword for one in gone.get(pointer, ())}
-        ignored = tuple(key for key in node if key not in dropped and key not in enforced)
+        ignored = tuple(key for key in node if key not in {*dropped, *enforced, *said})
         if enforced:
             yield Row(pointer, enforced, "enforced")
+        if said:
+            yield Row(pointer, said, "rewritten", "enforced in other words")
         for one in gone.pop(pointer, ()):
             yield Row(pointer, (one.keyword,), "dropped", one.why)
         if ignored:
@@ -136,7 +141,7 @@ class Explainer:
         spaced, origin = _spaced(text)
         state = self._bytes.start()
         raw = spaced.encode("utf-8", "replace")
-        taken = state.accept_all(raw)
+        taken = follow(state, raw, _BYTES)
         if taken == len(raw) and state.accepting:
             return None
         at = len(raw[:taken].decode(errors="ignore"))
@@ -181,6 +186,22 @@ def _legal(state: State, vocabulary_size: int) -> list[int]:
     fill_next_token_bitmask(state.matcher, row)
     bits = np.unpackbits(row.view(np.uint8)[0], bitorder="little")[:vocabulary_size]
     return [int(token) for token in np.flatnonzero(bits)]
+
+
+def follow(state: State, tokens: Sequence[int], vocabulary_size: int) -> int:
+    """Accept tokens up to the first illegal one, with masks between as in serving; how many.
+
+    What a matcher may spend on its lexer is counted from mask to mask.
+    """
+    taken = 0
+    while taken < len(tokens):
+        piece = tokens[taken : taken + _BETWEEN]
+        accepted = state.accept_all(piece)
+        taken += accepted
+        if accepted < len(piece):
+            break
+        fill_next_token_bitmask(state.matcher, _row(vocabulary_size))
+    return taken
 
 
 def _spaced(text: str) -> tuple[str, list[int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 _PATTERN = re.compile(r'"pattern": ("(?:[^"\\]|\\.)*")')  # as json.dumps prints a schema
 _MOST = 64  # patterns of one grammar
@@ -17,33 +18,72 @@ _LENGTH = 128  # characters of one text
 _DEPTH = 32  # groups within groups
 _CLASSES = {"d": "0", "w": "a", "s": " ", "D": "a", "W": "-", "S": "a", "b": "", "B": ""}
 _COUNT = re.compile(r"\{(\d*)(,\d*)?\}")
+_GROUP = re.compile(r"\?(?:[a-z-]*:|P?<\w+>|<?[=!])")
 
-
-_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+# Of a line of Lark: a schema, which follows; a literal; an expression, or `~` and one; a token.
+_PIECE = re.compile(
+    r'(?P<schema>%json )|(?P<literal>"(?:[^"\\]|\\.)*")|(?P<expression>~?/(?:[^/\\]|\\.)+/)'
+    r"|<\[(?P<token>\d+)\]>"
+)
+_ENDED = re.compile(r"^\w+\[lazy\]:|: [A-Z0-9_]+ <\[\d+\]>$")  # a text and what ends it
 _LITERALS = 48  # of one grammar
+_STOPS = 4  # of each kind
 _JSON = json.JSONDecoder()
 
 
-def literals(lark: str) -> list[bytes]:
-    """The literals of the rules, schemas left out; those that come up most often first."""
-    found: Counter[str] = Counter()
+@dataclass(slots=True)
+class Texts:
+    """What a grammar says of the texts in its outputs, as bytes; tokens as probe.py writes them."""
+
+    hints: tuple[bytes, ...] = ()  # that its patterns match, as a JSON string or plain text has it
+    literals: tuple[bytes, ...] = ()  # of its rules; those that come up most often first
+    stops: tuple[bytes, ...] = ()  # what ends text that is no JSON; the most frequent first
+    followers: tuple[bytes, ...] = ()  # what comes behind a whole JSON value, likewise
+
+
+def read(lark: str) -> Texts:
+    """The texts of a grammar."""
+    hints: dict[bytes, None] = {}
+    literals: Counter[bytes] = Counter()
+    stops: Counter[bytes] = Counter()
+    followers: Counter[bytes] = Counter()
     for line in lark.splitlines():
-        parts = line.split("%json ")
-        for part in parts[:1] + [part[_JSON.raw_decode(part)[1] :] for part in parts[1:]]:
-            found.update(json.loads(literal) for literal in _LITERAL.findall(part))
-    return [text.encode() for text, _ in found.most_common(_LITERALS) if text]
+        last, kind, at = b"", None, 0
+        while piece := _PIECE.search(line, at):
+            at = piece.end()
+            kind, before = piece.lastgroup, kind
+            match kind:
+                case "schema":
+                    start, at = at, _JSON.raw_decode(line, at)[1]
+                    for text in _PATTERN.findall(line, start, at) if len(hints) < _MOST else ():
+                        _add(hints, json.dumps(_sample(json.loads(text)), ensure_ascii=False)[1:-1])
+                case "expression" if not piece["expression"].startswith("~"):
+                    _add(hints, _sample(piece["expression"][1:-1]))
+                case "literal":
+                    last = json.loads(piece["literal"]).encode()
+                    literals[last] += 1
+                case "token":
+                    last = b"\xff[%s]" % piece["token"].encode()
+            if before == "schema" and last:
+                followers[last] += 1
+        if last and _ENDED.search(line):
+            stops[last] += 1
+    return Texts(
+        tuple(hints),
+        tuple(text for text, _ in literals.most_common(_LITERALS) if text),
+        tuple(text for text, _ in stops.most_common(_STOPS)),
+        tuple(text for text, _ in followers.most_common(_STOPS)),
+    )
 
 
-def hints(lark: str) -> list[bytes]:
-    """Texts that the patterns of schemas match, as the bytes that a JSON string holds for them."""
-    found: dict[bytes, None] = {}
-    for match in _PATTERN.finditer(lark):
-        text = _Sample(json.loads(match[1])).either(0)
-        if 0 < len(text) <= _LENGTH:
-            found[json.dumps(text, ensure_ascii=False)[1:-1].encode(errors="replace")] = None
-        if len(found) >= _MOST:
-            break
-    return list(found)
+def _add(hints: dict[bytes, None], text: str) -> None:
+    if 0 < len(text) <= _LENGTH and len(hints) < _MOST:
+        hints[text.encode(errors="replace")] = None
+
+
+def _sample(pattern: str) -> str:
+    """A text that the pattern matches, as far as reading it once from the left can tell."""
+    return _Sample(pattern).either(0)
 
 
 class _Sample:
@@ -79,7 +119,7 @@ class _Sample:
         if sign == "\\":
             return self._escaped()
         if sign == "(" and depth < _DEPTH:
-            if group := re.compile(r"\?(:|P?<\w+>|<?[=!])").match(self._pattern, self._at):
+            if group := _GROUP.match(self._pattern, self._at):
                 self._at = group.end()
             return self.either(depth + 1)
         return sign

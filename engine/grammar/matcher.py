@@ -21,7 +21,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from engine.grammar import lexical
-from engine.grammar.hints import hints, literals
+from engine.grammar.hints import read
 from engine.grammar.planner import Planner
 from engine.grammar.probe import Letters
 from engine.grammar.prose import Key, Prose
@@ -34,11 +34,14 @@ KEPT = 256  # compiled grammars
 KEPT_CHARACTERS = 32_000_000  # of Lark text, all kept grammars together
 TEXT_LIMIT = 8_000_000  # characters of one grammar
 
-# Fuel bounds the time of a hostile grammar.  The row limit allows 1,000 optional properties in one
-# object; the cost of an object's first mask grows with their square (80 ms there, 2.6 s at 5,000).
+# Fuel bounds the time of a hostile grammar: a mask that needs all of it takes 0.1 s, and all masks
+# of a grammar together are bounded by the states.  It lasts from mask to mask; accepted tokens,
+# drafts and plans spend it too, and a lexer that runs out refuses all that is new.  The row limit
+# allows 1,000 optional properties in one object; the cost of an object's first mask grows with
+# their square (80 ms there, 2.6 s at 5,000).
 _LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 50_000_000,  # of all copies of a grammar together, as long as it is kept
-    "step_lexer_fuel": 200_000,
+    "initial_lexer_fuel": 50_000_000,  # to make the lexer; of all tools of a request together
+    "step_lexer_fuel": 2_000_000,
     "step_max_items": 200_000,
     "max_items_in_row": 4_000,
     "max_lexer_states": 250_000,
@@ -319,21 +322,17 @@ class Compiler:
                 "The schemas of this request cannot be made into a grammar. Simplify them: smaller "
                 "patterns and ranges, fewer nested alternatives.",
             )
+        unspent = matcher.deep_copy()
         # A grammar can compile and still break at its first mask: better here than in a step.
         mask = np.zeros((1, (self.vocabulary.size + 31) // 32), dtype=np.int32)
         fill_next_token_bitmask(matcher, mask)
         if matcher.is_error() or not mask.any():
-            raise GrammarRefused(
-                "grammar_too_complex",
-                "The schemas of this request are too complex to enforce, or nothing satisfies "
-                "them. Use fewer optional properties or smaller patterns.",
-            )
+            raise _too_complex()
         mask.flags.writeable = False
         free = grammar.trigger or grammar.opening
         prose = Prose(grammar.trigger.encode(), b"", grammar.opening.encode()) if free else None
         start = State(matcher, self.vocabulary, prose, {})
-        lark = grammar.lark
-        planner = Planner(start, self.vocabulary, hints(lark), literals(lark))
+        planner = Planner(start, self.vocabulary, read(grammar.lark))
         if planner.start_plan is None:
             raise GrammarRefused(
                 "no_finite_instance",
@@ -341,7 +340,29 @@ class Compiler:
                 "Give each recursive schema a way to end (an optional property, null, an empty "
                 "array), and simplify patterns and long minimums.",
             )
+        _refuel(unspent, np.zeros_like(mask))  # the planner may have spent what copies share
+        if unspent.is_error():
+            raise _too_complex()
         return Compiled(grammar.lark, start, mask[0], planner)
+
+
+def _refuel(matcher: llguidance.LLMatcher, mask: NDArray[np.int32]) -> None:
+    """Give all copies of a matcher a mask's fuel again, by a mask that this one had not computed.
+
+    Where a token is forced llguidance computes none, so it is the mask behind those.
+    """
+    if forced := matcher.compute_ff_tokens():
+        matcher.consume_tokens(forced)
+    if not matcher.is_stopped():
+        fill_next_token_bitmask(matcher, mask)
+
+
+def _too_complex() -> GrammarRefused:
+    return GrammarRefused(
+        "grammar_too_complex",
+        "The schemas of this request are too complex to enforce, or nothing satisfies "
+        "them. Use fewer optional properties or smaller patterns.",
+    )
 
 
 def _key(grammar: Grammar) -> bytes:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.grammar.broad import shortest
+from engine.grammar.hints import Texts
 from engine.grammar.lexical import ESCAPED, INSIDE, OUTSIDE, after
-from engine.grammar.probe import CONTROL, Broken, Probe, Stuck
+from engine.grammar.probe import CONTROL, TEXT_LIMIT, Broken, Probe, Stuck
 from engine.grammar.spelling import FREE, NUMBER, Speller
 
 if TYPE_CHECKING:
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
 
 START_STEPS = 60_000  # calls that look at one token, mostly below 1 us each
 STEPS = 10_000
-TEXT_LIMIT = 32_768  # bytes of a plan
+START_ENDLESS, ENDLESS = 6, 3  # ways without an end, each 40 ms
 _WIDTHS = (32, 12, 6, 4, 3, 3, 2)  # ways tried at a choice, by how many choices it lies within
 _DEPTH = 30  # choices within choices; deeper the first way is taken
 _INSTANT = (b'""', b"{}", b"[]")  # values that nothing can be shorter than, but for a digit
-_ENDS = (b",", b"}", b"]")  # of a number
+# What closes or goes on, and what no JSON holds but other text does.  The comma comes before
+# digits: a number would never end.
+_SIGNS = ((b"}", b"}{"), (b"]", b"]["), (b")", b"))"), (b",", b",,"))
 _DIGITS = frozenset(b"0123456789")
 _STARTS = b'"[{ntf'  # of values
 _ANYTHING = b"q7~"  # hardly ever legal but in free text
 _SPACE = b" \n\r\t"
+_LONG = 24  # bytes of a text that may have been long for its place only
 _DEAR = 500  # steps of a search that are worth remembering what it found
 
 Choice = tuple[int, bytes]  # lexical state, legal bytes
@@ -42,18 +46,11 @@ Memory = dict[Choice, bytes]
 class Planner:
     """Finds endings for one compiled grammar; shared by all its sequences."""
 
-    def __init__(
-        self,
-        start: State,
-        vocabulary: Vocabulary,
-        hints: Sequence[bytes] = (),
-        literals: Sequence[bytes] = (),
-    ) -> None:
-        """`hints`: texts that strings may have to hold; `literals`: that may end other text."""
+    def __init__(self, start: State, vocabulary: Vocabulary, texts: Texts) -> None:
+        """`texts`: those of the grammar."""
         self._letters = vocabulary.letters
-        ends = {text[at:] for text in literals for at in range(len(text))}
-        self._ends = sorted(ends, key=lambda end: (len(end), end))
-        self._speller = Speller(hints, self._letters)
+        self._ends = _ends_of(texts.stops), _ends_of(texts.literals)
+        self._speller = Speller(texts, self._letters)
         self._start = start
         self._learnt: Memory = {}
         self._plan: list[int] | None = None
@@ -70,7 +67,7 @@ class Planner:
         if state.accepting:
             return []
         self._prepare()
-        plan = self._find(state, STEPS, dict(self._learnt))
+        plan = self._find(state, STEPS, ENDLESS, dict(self._learnt))
         return plan if plan is not None and len(plan) <= cap else None
 
     def adapted(self, plan: list[int], token: int) -> Iterator[list[int]]:
@@ -90,24 +87,28 @@ class Planner:
     def _prepare(self) -> None:
         if not self._planned:
             self._planned = True
-            accepting = self._start.accepting
-            self._plan = [] if accepting else self._find(self._start, START_STEPS, self._learnt)
+            start = self._start
+            ends = start.accepting
+            self._plan = [] if ends else self._find(start, START_STEPS, START_ENDLESS, self._learnt)
 
-    def _find(self, state: State, steps: int, memory: Memory) -> list[int] | None:
+    def _find(self, state: State, steps: int, endless: int, memory: Memory) -> list[int] | None:
+        if not self._letters.whole:
+            return None
         here = state.lexical
         other = OUTSIDE if here else INSIDE  # free text before may have held an odd quote
         for lexical, guesses in ((here, True), (here, False), (other, True)):
             first = guesses and lexical == here
-            probe = Probe(state.matcher, self._letters, steps if first else steps // 2)
+            probe = Probe(state.matcher, self._letters, steps if first else steps // 2, endless)
             search = _Search(probe, self._speller, self._ends, memory if first else {}, guesses)
-            text = search.run(lexical) if self._letters.whole else None
-            plan = None if text is None else self._letters.cut(text)
-            if plan is not None and state.closes(plan):
-                return plan
-            if not search.chose:
-                return None  # nothing can be done otherwise
-        probe = Probe(state.matcher, self._letters, steps)
-        text = shortest(probe, self._speller.known) if self._letters.whole else None
+            text = search.run(lexical)
+            if (plan := self._cut(state, text)) is not None or not search.chose:
+                return plan  # or nothing can be done otherwise
+            endless = max(probe.endless, 0)
+        probe = Probe(state.matcher, self._letters, steps, endless)
+        return self._cut(state, shortest(probe, self._speller.known))
+
+    def _cut(self, state: State, text: bytes | None) -> list[int] | None:
+        """The text as tokens, if the matcher agrees that they are an ending."""
         plan = None if text is None else self._letters.cut(text)
         return plan if plan is not None and state.closes(plan) else None
 
@@ -119,11 +120,14 @@ class _Search:
         self,
         probe: Probe,
         speller: Speller,
-        ends: Sequence[bytes],
+        ends: tuple[Sequence[bytes], Sequence[bytes]],
         memory: Memory,
         guesses: bool,
     ) -> None:
-        """`guesses`: take the first text that a string may hold, though it may lead nowhere."""
+        """`ends`: of what ends texts, and of all literals, which may do so.
+
+        `guesses`: take the first text that a string may hold, though it may lead nowhere.
+        """
         self._probe = probe
         self._speller = speller
         self._text_ends = ends
@@ -165,27 +169,40 @@ class _Search:
             return way, False
         self.chose = True
         row = self._probe.row()
-        if (known := self._memory.get((lexical, row))) and self._probe.legal(known):
+        if known := self._known(lexical, row):
             return known, False
         for way in self._open.get((lexical, row), ()):
             if self._probe.legal(way):
                 return way, False
         return self._choose((lexical, row), limit, depth)
 
+    def _known(self, lexical: int, row: bytes) -> bytes:
+        """What was best here before, where it is legal again; less of a text that was long."""
+        known = self._memory.get((lexical, row), b"")
+        if not known or not self._probe.legal(known):
+            return b""
+        if len(known) <= _LONG or not self._guesses:
+            return known
+        look = self._speller.quick if lexical == INSIDE else self._speller.text
+        return min((text for text in (look(self._probe, row), known) if text), key=len)
+
     def _plain(self, lexical: int) -> bytes:
         """What is best wherever it is legal: to close, to go on, a value that cannot be shorter."""
-        legal, ends = self._probe.legal, self._probe.ends
+        probe, legal = self._probe, self._probe.legal
         if lexical == INSIDE:
             return b'"' if legal(b'"') and not legal(b'":') else b""
         if lexical == ESCAPED:
             return b"n" if legal(b"n") else b""
         if legal(b"}") and legal(b"]"):
             return b""  # no JSON: free text
-        for sign in (b"}", b"]", b")", b","):  # the comma before digits: a number would never end
-            if legal(sign):
+        for sign, doubled in _SIGNS:
+            if legal(sign) and not legal(doubled):
                 return sign + b" " if sign == b"," and legal(b", ") else sign
+        for follower in self._speller.followers:
+            if legal(follower):
+                return follower
         for digit in (b"1", b"0"):
-            if legal(digit) and (any(legal(digit + end) for end in _ENDS) or ends(digit)):
+            if legal(digit) and not legal(digit + b",,") and self._speller.ended(probe, digit):
                 return digit
         return next((value for value in _INSTANT if legal(value)), b"")
 
@@ -248,26 +265,41 @@ class _Search:
             quick = self._speller.quick(self._probe, row) if self._guesses else None
             return [quick] if quick else self._speller.string(self._probe, row, most)
         controls = self._probe.controls() if CONTROL in row else []
-        if len(row) > FREE:
-            ends = [end for end in self._text_ends if self._leaves(end)]
-            if controls or ends:
-                return (controls + ends)[:most]
-        ways: list[bytes] = []
+        stops, literals = self._text_ends
+        if len(row) > FREE and (ends := controls + self._leaving(stops, row)):
+            return ends[:most]
+        text = self._speller.text(self._probe, row) if lexical == OUTSIDE else None
+        if text and self._guesses:
+            return [text]
+        ways = [text] if text else []
+        if len(row) > FREE and (ends := self._leaving(literals, row)):
+            return (ways + ends)[:most]
         if lexical == OUTSIDE and _DIGITS.intersection(row):
             if number := self._speller.number(self._probe):
                 ways.append(number)
                 row = bytes(letter for letter in row if letter not in NUMBER)
-        letters = sorted(row.rstrip(b"\xff"), key=_place)
-        if self._guesses:  # white space leads nowhere that it need not be in
-            letters = [letter for letter in letters if letter not in _SPACE] or letters
-        return (ways + [bytes([letter]) for letter in letters] + controls)[:most]
+        single = sorted(row.rstrip(b"\xff"), key=_place)
+        if self._guesses and single and single[0] not in _SPACE:
+            single = [letter for letter in single if not self._idle(letter, single[0])]
+        return (ways + [bytes([letter]) for letter in single] + controls)[:most]
 
-    def _leaves(self, text: bytes) -> bool:
-        """Whether free text ends with this: not everything may follow."""
-        return self._probe.legal(text) and not self._probe.legal(text + _ANYTHING)
+    def _idle(self, letter: int, other: int) -> bool:
+        """Whether the letter is white space behind which `other` may come just as before it."""
+        return letter in _SPACE and self._probe.legal(bytes([letter, other]))
+
+    def _leaving(self, texts: Sequence[bytes], row: bytes) -> list[bytes]:
+        """Those that end free text: not every letter that it may hold may follow."""
+        legal, letters = self._probe.legal, bytes(byte for byte in _ANYTHING if byte in row)
+        return [text for text in texts if legal(text) and not legal(text + letters)]
 
 
-def _place(letter: int) -> tuple[bool, int]:
-    """Where a byte comes among those to try: the starts of values first, white space last."""
+def _ends_of(texts: Sequence[bytes]) -> list[bytes]:
+    """Each text from each of its places on, short ones first."""
+    ends = {text[at:] for text in texts for at in range(len(text)) if text[0] != CONTROL}
+    return sorted(ends, key=lambda end: (len(end), end))
+
+
+def _place(letter: int) -> tuple[bool, bool, int]:
+    """Where a byte comes among those to try: starts of values first, digits, white space last."""
     start = _STARTS.find(letter)
-    return letter in _SPACE, start if start >= 0 else len(_STARTS)
+    return letter in _SPACE, letter in _DIGITS, start if start >= 0 else len(_STARTS)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONTROL = 0xFF  # no UTF-8 text holds this byte
 _CONTROL = re.compile(rb"\xff\[(\d+)\]")
+TEXT_LIMIT = 32_768  # bytes of a plan
 _MASK_STEPS = 8  # what a mask costs, in calls that look at one token
 
 
@@ -107,16 +108,22 @@ _FILLERS = (b"a", b"-", b"=", b"*", b" ", b"#", b"_", b"0", b"x", b".")
 
 
 class Probe:
-    """A matcher of its own, moved over bytes and back; `steps` bounds its work by counted calls."""
+    """A matcher of its own, moved over bytes and back.
 
-    def __init__(self, matcher: llguidance.LLMatcher, letters: Letters, steps: int) -> None:
+    Counts bound its work: `steps`, calls that look at one token, and `endless`, ways that turn out
+    to have no end.
+    """
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, letters: Letters, steps: int, endless: int
+    ) -> None:
         self._origin = matcher
         self._matcher = matcher.deep_copy()
         self._path: list[int] = []  # tokens that were pushed
         self._letters = letters
         self._token = letters.token
         self._mask = np.zeros((1, (letters.vocabulary.size + 31) // 32), dtype=np.int32)
-        self.steps = steps
+        self.steps, self.endless = steps, endless
 
     def reach(self, text: bytes) -> int:
         """How many tokens of the text are legal from here."""
@@ -139,9 +146,18 @@ class Probe:
         return count == len(tokens)
 
     def forced(self) -> bytes:
-        """The text that must come next; often none."""
+        """The text that must come next; often none.
+
+        What must go on without end, to a limit of the matcher, is no way.  To learn that takes 40
+        ms, so it has a count of its own.
+        """
+        if self.endless < 0:
+            raise Stuck
         self._spend(1)
         text: bytes = self._matcher.compute_ff_bytes()
+        if len(text) > TEXT_LIMIT:
+            self.endless -= 1
+            raise Broken if self.endless >= 0 else Stuck
         return text
 
     def row(self) -> bytes:

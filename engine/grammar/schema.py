@@ -7,7 +7,7 @@ llguidance, whose automata are linear.  JSON Schema draft 2020-12; draft-07 tupl
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
+from engine.grammar import work
 from engine.grammar.clean import (
     ENFORCED,
     LISTS,
@@ -24,14 +25,15 @@ from engine.grammar.clean import (
     Cleaner,
     Dropped,
     bad_ref,
-    divisor_work,
     drop,
     escape,
 )
+from engine.grammar.finite import check_finite
+from engine.grammar.rewrite import rewrite
 from engine.grammar.verdict import Document, Judge, Node, embed
 from engine.grammar.wellformed import TYPES, anchor, well_formed
 
-__all__ = ["BadSchema", "Checked", "Dropped", "check", "embed", "measure"]
+__all__ = ["BadSchema", "Checked", "Dropped", "Judge", "check", "embed", "measure"]
 
 DEPTH_LIMIT = 64  # nested arrays and objects of the schema's own text
 NODE_LIMIT = 5_000  # arrays and objects in it
@@ -57,13 +59,21 @@ class Checked:
 
     schema: Node
     dropped: tuple[Dropped, ...]
+    rewritten: tuple[tuple[str, str], ...] = ()  # (pointer, keyword) that is said otherwise
 
 
-def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "object") -> Checked:
+def check(
+    schema: object,
+    *,
+    strict: bool,
+    root: Literal["object", "any"] = "object",
+    judge: Judge | None = None,
+) -> Checked:
     """Check a tool's parameters (`root="object"`, None = no arguments) or an answer's ("any").
 
     Strict: BadSchema for any keyword that cannot be enforced.  Otherwise those keywords are dropped
     and listed.  A malformed schema, or a `$ref` that leads nowhere or outside, is always BadSchema.
+    The schemas of one request share a judge, and with it what a search for faults may cost.
     """
     if root == "object" and (schema is None or schema == {}):
         schema = {"type": "object", "properties": {}}
@@ -74,17 +84,58 @@ def check(schema: object, *, strict: bool, root: Literal["object", "any"] = "obj
     _meta_check(written)
     if root == "object":
         written = _object_root(written)
+    judge = judge or Judge()
+    try:
+        if found := _otherwise(written, strict, root, judge):
+            return found
+        return _enforced(written, strict, root, judge)
+    except RecursionError:  # in llguidance's or json's own walks
+        raise _too_big("deep", f"{DEPTH_LIMIT} levels") from None
+
+
+def _enforced(written: Node, strict: bool, root: str, judge: Judge) -> Checked:
+    """What of the schema as it stands can be enforced."""
     dropped: list[Dropped] = []
     document = Cleaner(written, strict, dropped).run()
     _check_cycles(document)
-    settled = _settle(document, strict, root, dropped)
+    check_finite(document)
+    document = _uncrowded(document, strict, dropped)
+    settled = _settle(document, strict, root, dropped, judge)
     return Checked(settled, tuple(dropped))
+
+
+def _otherwise(written: Node, strict: bool, root: str, judge: Judge) -> Checked | None:
+    """What can be enforced of the schema in other words; None when they are of no use.
+
+    Blames only keywords that the schema has: None too where another one would be at fault.
+    """
+    best: Checked | None = None
+    fault: BadSchema | None = None
+    for one_of in (False, True):
+        said = rewrite(written, one_of=one_of)
+        if not said.keywords:
+            continue
+        try:
+            measure(said.schema)
+            found = _enforced(said.schema, strict, root, judge)
+        except BadSchema as bad:
+            if (bad.pointer, bad.keyword) in said.words.difference(said.keywords):
+                fault = bad
+            continue
+        blamed = {(gone.pointer, gone.keyword) for gone in found.dropped}
+        if blamed <= said.words and (best is None or len(found.dropped) < len(best.dropped)):
+            best = replace(found, rewritten=tuple(said.keywords))
+        if not blamed:
+            break
+    if best is None and fault is not None:
+        raise fault
+    return best
 
 
 def measure(schema: object) -> int:
     """Count arrays and objects; refuse what is too deep or large before recursion meets it.
 
-    A `multipleOf` counts as many as take the time that llguidance needs for it.
+    What takes llguidance long counts as many as take that time (work.py).
     """
     nodes = values = text = 0
     stack: list[tuple[object, int, str]] = [(schema, 1, "")]
@@ -102,8 +153,10 @@ def measure(schema: object) -> int:
                 stack.extend((below, depth + 1, "") for below in value)
         elif isinstance(value, str):
             text += len(value) if key not in ("description", "title", "$comment") else 0
+            nodes += work.units(key, value)
         elif isinstance(value, int | float):
-            nodes += _number_work(key, value)
+            _check_finite(value)
+            nodes += work.units(key, value)
         if nodes > NODE_LIMIT or len(stack) > 20 * NODE_LIMIT:
             raise _too_big("large", f"{NODE_LIMIT:,} objects and arrays")
         if values > ENUM_LIMIT:
@@ -113,10 +166,9 @@ def measure(schema: object) -> int:
     return nodes
 
 
-def _number_work(key: str, value: float) -> int:
+def _check_finite(value: float) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise BadSchema("invalid_schema", "A schema may hold only finite numbers.")
-    return divisor_work(value) if key == "multipleOf" and not isinstance(value, bool) else 0
 
 
 def _too_big(how: str, limit: str) -> BadSchema:
@@ -237,9 +289,23 @@ def _check_cycles(document: Document) -> None:
         fine |= seen
 
 
-def _settle(document: Document, strict: bool, root: str, dropped: list[Dropped]) -> Node:
+def _uncrowded(document: Document, strict: bool, dropped: list[Dropped]) -> Document:
+    """The document without what llguidance would never be done with."""
+    crowds = list(work.crowds(document))
+    for pointer, keyword in crowds:
+        why = (
+            f"more than {work.AT_ONCE} patterns, formats and lengths would hold for one text, or "
+            f"more than {work.WAYS_LIMIT:,} combinations of alternatives"
+        )
+        drop(dropped, strict, pointer, keyword, why)
+        del document.nodes[pointer][keyword]
+    return Cleaner(document.root, strict, dropped).run() if crowds else document
+
+
+def _settle(
+    document: Document, strict: bool, root: str, dropped: list[Dropped], judge: Judge
+) -> Node:
     """The schema without what llguidance still refuses."""
-    judge = Judge()
     left = _DROPS
     while left > 0:
         faults = judge.faults(document, 1 if strict else left)

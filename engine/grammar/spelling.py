@@ -1,21 +1,24 @@
 """Short ways to finish the string or number that a probe stands in.  Looks no further than its end.
 
-Tried in this order: one character over and over (minLength), ends of known texts (formats, literal
-pieces of patterns), and a breadth-first search over bytes that keeps few texts of each length whose
-next bytes are the same.
+Tried in this order: ends of known texts (formats, literal pieces of patterns), one character over
+and over (minLength), and a breadth-first search over bytes that keeps few texts of each length
+whose next bytes are the same.  Text that is no JSON, which a literal ends, is only guessed.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from engine.grammar.hints import Texts
 from engine.grammar.lexical import INSIDE, OUTSIDE, after
-from engine.grammar.probe import Broken, Letters, Probe
+from engine.grammar.probe import CONTROL, Broken, Letters, Probe, Stuck
 
 NUMBER = b"0123456789-+.eE"
 _KNOWN = (
     *(b"00000000-0000-0000-0000-000000000000", b"0001-01-01T00:00:00Z", b"00:00:00Z"),
+    b"0001-01-01",
     *(b"a@a.aa", b"P1D", b"P1DT1S", b"0.0.0.0", b"::", b"a:", b"u0000", b"f"),
     *(b"\x80\x80\x80", b"\x90\x80\x80", b"\xa0\x80"),
 )
@@ -31,19 +34,21 @@ _UNITS = (  # the rest of a character or of an escape
 )
 _PADS = (0, 1, 2, 4, 8, 16, 32, 64)
 FREE = 64  # legal bytes; with more of them a string may hold nearly anything
+_ANYTHING = b"q7~"  # hardly ever legal but in free text
+_QUOTE = (b'"',)
 _NODES = 300  # texts looked behind
 _DIGITS = (b"1", b"9", b"0", b"2", b"5")  # of numbers written with one digit
 _FEW, _MOST = 3, 24  # digits
-_ENDS = frozenset(b",}]")
+_ENDS = (b",", b"}", b"]", b")")  # of a number
 
 _Node = tuple[int, int, bytes, bool, bool]  # length, order, text, may end, must end
 
 
 class Speller:
-    """Finds what a string or number may still hold; `hints` are texts that it may have to hold."""
+    """Finds what a string or number may still hold; `texts` are those of the grammar."""
 
-    def __init__(self, hints: Sequence[bytes], letters: Letters) -> None:
-        self._hints = [text for text in hints if letters.spell(text) is not None]
+    def __init__(self, texts: Texts, letters: Letters) -> None:
+        self._hints = [text for text in texts.hints if letters.spell(text) is not None]
         known = [text for text in _KNOWN if letters.spell(text) is not None]
         self.known = [*known, *self._hints]
         ends = {text[at:] for text in self.known for at in range(len(text))}
@@ -51,6 +56,9 @@ class Speller:
         for end in sorted(ends, key=lambda end: (len(end), end)):
             self._ends.setdefault(end[0], []).append(end)
         self._fillers = letters.fillers
+        self._stops = [stop for stop in texts.stops if letters.spell(stop) is not None]
+        self.followers = [text for text in texts.followers if letters.spell(text) is not None]
+        self._number_ends = [*_ENDS, *self.followers]
 
     def quick(self, probe: Probe, row: bytes) -> bytes | None:
         """A way on from inside a string to behind its quote that needs no search; `row`: legal now.
@@ -59,20 +67,36 @@ class Speller:
         """
         if 0x22 in row and len(row) > FREE:
             return b'"'
-        text = self._guess(probe, row)
+        found = self._guess(probe, row, _QUOTE)
         partial = b"\x80" <= row[:1] < b"\xff"  # within a character
-        if text is None or (len(row) <= FREE and not partial and probe.legal(text + b'":')):
-            return None
-        return text + b'"'
+        is_key = found and len(row) <= FREE and not partial and probe.legal(found + b":")
+        return None if is_key else found
 
-    def _guess(self, probe: Probe, row: bytes) -> bytes | None:
+    def text(self, probe: Probe, row: bytes) -> bytes | None:
+        """A way on from text that is no JSON to behind the literal that ends it; no search.
+
+        None where only digits may come: number() knows as much of them.
+        """
+        found = None
+        if self._stops and row.strip(NUMBER):
+            with _within(probe, probe.steps // 4):
+                found = self._guess(probe, row, self._stops)
+        return found
+
+    def _guess(self, probe: Probe, row: bytes, stops: Sequence[bytes]) -> bytes | None:
+        if stops is not _QUOTE and (found := _stopped(probe, b"", stops)):
+            return found
         for text in sorted((e for b in row for e in self._ends.get(b, ())), key=len):
-            if probe.legal(text + b'"'):
-                return text
+            if found := _stopped(probe, text, stops):
+                return found
         for lead in (b"", *_UNITS):
             if lead[:1] in row and probe.legal(lead):
-                found = self._repeated(probe, lead) or self._padded(probe, lead)
-                if found := found or self._filled(probe, lead):
+                found = (
+                    self._repeated(probe, lead, stops)
+                    or self._padded(probe, lead, stops)
+                    or self._filled(probe, lead, stops)
+                )
+                if found:
                     return found
         return None
 
@@ -83,6 +107,14 @@ class Speller:
         follow its value, up to `most`.
         """
         found: dict[bytes, bytes] = {}
+        with _within(probe, probe.steps // 4):  # a long minimum would take all of them
+            self._look(probe, most, found)
+        if not found and (guess := self._guess(probe, row, _QUOTE)) is not None:
+            return [guess]
+        return list(found.values())
+
+    def _look(self, probe: Probe, most: int, found: dict[bytes, bytes]) -> None:
+        """Fill `found`: what may follow a text and its quote -> these."""
         alike = 0
         for text in _search(probe, INSIDE):
             key = probe.legal(text + b'":')
@@ -92,66 +124,92 @@ class Speller:
             alike = alike + 1 if outlook in found else 0
             found.setdefault(outlook, text + b'"')
             if len(found) >= most or alike >= _SAME or (key and _is_free(probe, text)):
-                break
-        if not found and (guess := self._guess(probe, row)) is not None:
-            return [guess + b'"']
-        return list(found.values())
+                return
 
     def number(self, probe: Probe) -> bytes | None:
         """The shortest way found to the end of a number."""
-        runs = [run for digit in _DIGITS if (run := _run(probe, digit))]
+        runs = [run for digit in _DIGITS if (run := self._run(probe, digit))]
         run = min(runs, key=len, default=None)
         if run and len(run) <= _FEW:
             return run
-        found = next(_search(probe, OUTSIDE, digits=True), None)
+        found = None
+        with _within(probe, probe.steps * 3 // 4):
+            found = next(_search(probe, OUTSIDE, digits=True), None)
         return min((text for text in (run, found) if text), key=len, default=None)
 
-    def _repeated(self, probe: Probe, lead: bytes) -> bytes | None:
+    def _run(self, probe: Probe, digit: bytes) -> bytes | None:
+        """One digit, as often as a number needs to end behind it."""
+        for count in range(1, probe.reach(digit * _MOST) + 1):
+            if self.ended(probe, digit * count):
+                return digit * count
+        return None
+
+    def ended(self, probe: Probe, digits: bytes) -> bool:
+        """Whether a number may end behind these."""
+        return any(probe.legal(digits + end) for end in self._number_ends) or probe.ends(digits)
+
+    def _repeated(self, probe: Probe, lead: bytes, stops: Sequence[bytes]) -> bytes | None:
         """One letter, as often as is needed."""
         filler = next((f for f in (b"a", *self._fillers) if probe.legal(lead + f)), b"")
-        return lead + filler * count if (count := _times(probe, lead, filler, _SHORT)) else None
+        return _times(probe, lead, filler, _SHORT, stops)
 
-    def _filled(self, probe: Probe, lead: bytes) -> bytes | None:
+    def _filled(self, probe: Probe, lead: bytes, stops: Sequence[bytes]) -> bytes | None:
         """One letter many times: of those that may come, the cheapest in tokens."""
         filler = next((f for f in self._fillers if probe.legal(lead + f)), b"")
-        return lead + filler * count if (count := _times(probe, lead, filler, _LONG)) else None
+        return _times(probe, lead, filler, _LONG, stops)
 
-    def _padded(self, probe: Probe, lead: bytes) -> bytes | None:
+    def _padded(self, probe: Probe, lead: bytes, stops: Sequence[bytes]) -> bytes | None:
         """A text of the grammar's patterns, and before it as many letters as a minimum needs."""
         pad = next((f for f in self._fillers if probe.legal(lead + f)), b"")
         for text in self._hints:
             for count in _PADS:
-                if probe.legal(lead + pad * count + text + b'"'):
-                    return lead + pad * count + text
+                if found := _stopped(probe, lead + pad * count + text, stops):
+                    return found
         return None
 
 
-def _run(probe: Probe, digit: bytes) -> bytes | None:
-    """One digit, as often as a number needs to end behind it."""
-    for count in range(1, probe.reach(digit * _MOST) + 1):
-        text = digit * count
-        if any(probe.legal(text + end) for end in (b",", b"}", b"]")) or probe.ends(text):
-            return text
+@contextmanager
+def _within(probe: Probe, steps: int) -> Iterator[None]:
+    """A search that may take so many of the probe's steps, then ends with what it has."""
+    outset, rest = probe.depth, probe.steps - steps
+    probe.steps -= rest
+    try:
+        yield
+    except Stuck:
+        probe.back(outset)
+    finally:
+        probe.steps += rest
+
+
+def _stopped(probe: Probe, text: bytes, stops: Sequence[bytes]) -> bytes | None:
+    """The text and what ends it there; None when nothing does, or the text just goes on."""
+    for stop in stops:
+        whole = text + stop
+        if probe.legal(whole):
+            # Elsewhere the literal that ends another text is text as any other.
+            if stops is _QUOTE or stop[0] == CONTROL or not probe.legal(whole + _ANYTHING):
+                return whole
     return None
 
 
-def _times(probe: Probe, lead: bytes, filler: bytes, most: int) -> int:
-    """How often the filler must come for a quote to be legal behind it; 0: not within `most`."""
+def _times(
+    probe: Probe, lead: bytes, filler: bytes, most: int, stops: Sequence[bytes]
+) -> bytes | None:
+    """The lead, the filler as often as the end asks for, and that; None: not within `most`."""
     if not filler:
-        return 0
+        return None
     count, reach = 1, probe.reach(lead + filler * min(most, 64)) - len(lead)
     if reach == 64:
         reach = probe.reach(lead + filler * most) - len(lead)
-    while count <= reach and not probe.legal(lead + filler * count + b'"'):
-        count *= 2
-    if count > reach:
-        return 0
-    low = count // 2  # too few
-    while count - low > 1:
+    found, low = None, 0  # so many are too few
+    while count <= reach and not (found := _stopped(probe, lead + filler * count, stops)):
+        low, count = count, max(min(2 * count, reach), count + 1)
+    while found and count - low > 1:
         middle = (low + count) // 2
-        fits = probe.legal(lead + filler * middle + b'"')
+        fits = _stopped(probe, lead + filler * middle, stops)
         low, count = (low, middle) if fits else (middle, count)
-    return count
+        found = fits or found
+    return found
 
 
 def _is_free(probe: Probe, text: bytes) -> bool:
@@ -201,7 +259,7 @@ def _search(probe: Probe, lexical: int, digits: bool = False) -> Iterator[bytes]
                 continue
             outset = probe.depth
             try:
-                child, row, cut = look.behind(text + bytes([letter]))
+                child, row, is_end, is_last = look.behind(text + bytes([letter]))
             except Broken:
                 probe.back(outset)
                 continue
@@ -211,8 +269,7 @@ def _search(probe: Probe, lexical: int, digits: bool = False) -> Iterator[bytes]
                 continue
             seen[len(child), row] = same + 1
             count += 1
-            is_end = cut or look.is_end(child, row)
-            heapq.heappush(heap, (len(child), count, child, is_end, cut))
+            heapq.heappush(heap, (len(child), count, child, is_end, is_last))
         probe.pop(text)
 
 
@@ -233,9 +290,9 @@ class _Look:
         self._digits = digits
 
     def is_end(self, text: bytes, row: bytes) -> bool:
-        """Whether the string or number may end behind `text`, which `row` may follow."""
+        """Whether the string or number may end here, behind `text`; `row` may follow."""
         if self._digits:
-            return bool(_ENDS.intersection(row)) or self._probe.ends(b"")
+            return bool(text) and (bool(row.strip(NUMBER)) or self._probe.ends(b""))
         return 0x22 in row and after(self._lexical, text) == INSIDE
 
     def children(self, text: bytes) -> bytes:
@@ -248,8 +305,8 @@ class _Look:
         first = bytes(letter for letter in _FIRST if letter in row)
         return first + bytes(letter for letter in row if letter not in first)
 
-    def behind(self, text: bytes) -> tuple[bytes, bytes, bool]:
-        """`text` with what it forces, the bytes that may follow, whether its end is behind it.
+    def behind(self, text: bytes) -> tuple[bytes, bytes, bool, bool]:
+        """`text` with what it forces, the bytes that may follow, whether it may end and must.
 
         The probe stands before the last byte of `text`, and does so again afterwards.
         """
@@ -257,13 +314,15 @@ class _Look:
         probe.push(text[-1:])
         forced = probe.forced()
         inner = self._inner(text, forced)
-        row, cut = b"", len(inner) < len(forced)
-        if not cut:
+        if len(inner) < len(forced):
+            row, is_end, must = b"", True, True
+        else:
             probe.push(inner)
-            row = probe.row()
+            row, must = probe.row(), False
+            is_end = self.is_end(text + inner, row)
             probe.pop(inner)
         probe.pop(text[-1:])
-        return text + inner, row, cut
+        return text + inner, row, is_end, must
 
     def _inner(self, text: bytes, forced: bytes) -> bytes:
         """What of the forced bytes still belongs to the string or number."""

@@ -21,7 +21,8 @@ Node = dict[str, Any]
 PINNED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 _HOLD = "#/$defs/r"  # where the judged document sits while parts of it are judged
-_WORK = 20_000_000  # characters of schema text parsed in search of faults: about half a second
+_WORK = 8_000_000  # characters of schema text parsed in search of faults: below half a second
+_CALL = 10_000  # as many as these takes a verdict on nothing
 _LATE = ("type", "properties", "required", "items", "$ref")  # blamed only when nothing else is
 
 
@@ -97,7 +98,7 @@ class Judge:
             return False
         if not alone:
             text = json.dumps({"$defs": {"r": document.root}, "$ref": _HOLD + ref(pointer)[1:]})
-        self._left -= len(text) + 1_000
+        self._left -= len(text) + _CALL
         if self._left <= 0:
             return False
         refused = bool(refusal(text))

@@ -4,6 +4,7 @@
     choice    tools, tool_choice and response_format -> what constrains the output
     control   markers that a vocabulary has as single control tokens
     chatml    our own chat template, for any layout
+    layout    what every layout is besides its literals; held  ... and every scanner
     marked    layouts of JSON arguments between literals: writing, grammar
     marked_scanner  ... and reading
     hermes, llama3, mistral, mistral11, mistral13, deepseek, deepseek31, kimi   such ones, as data

@@ -29,7 +29,7 @@ _TEMPLATE = r"""
 {%- endmacro -%}
 {%- macro sample(tool) -%}
 {{- '{' -}}
-{%- for name, schema in (tool.parameters.properties or {}) | items -%}
+{%- for name, schema in ((tool.parameters or {}).properties or {}) | items -%}
 {%- if not loop.first -%}{{- ', ' -}}{%- endif -%}
 {{- name | tojson -}}{{- ': ' -}}{{- value(schema) -}}
 {%- endfor -%}

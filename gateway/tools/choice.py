@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 from urllib.parse import quote
 
 import msgspec
 
-from engine.grammar.schema import BadSchema, Checked, Dropped, check, embed, measure
+from engine.grammar.schema import BadSchema, Checked, Dropped, Judge, check, embed, measure
 from engine.messages import Grammar
 from gateway.tools import Choice, Format, Tool
 from gateway.tools.finished import complaint
 
 TOOLS_LIMIT = 128
-SIZE_LIMIT = 10_000  # arrays and objects in the schemas of all tools: about 1 s of checking
+SIZE_LIMIT = 8_000  # arrays and objects in the schemas of all tools, and what counts as some
 JUDGED_S = 0.2  # for the finished calls of one choice
 REMEMBERED = 256 * 1024  # bytes; larger tool lists are checked again every time
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
@@ -61,6 +61,17 @@ class ToolPlan:
     checked: tuple[Tool, ...] = ()  # those that may be called, for the scanner
     dropped: tuple[tuple[str, Dropped], ...] = ()  # (request field, keyword that is not enforced)
     relaxed: tuple[tuple[str, Any], ...] = ()  # (tool name, "" = the answer; its full schema)
+    owes_call: bool = False  # the answer must hold a call: required or named
+
+    @property
+    def relaxed_fields(self) -> frozenset[str]:
+        """The request fields of which something is not enforced: tools, response_format."""
+        return frozenset(param.partition("[")[0].partition(".")[0] for param, _ in self.dropped)
+
+    @property
+    def relaxes_answer(self) -> bool:
+        """Whether the schema of a text answer is enforced in part only."""
+        return any(name == "" for name, _ in self.relaxed)
 
     @property
     def schema_header(self) -> str | None:
@@ -100,6 +111,7 @@ class _Checked:
     wire: tuple[dict[str, Any], ...]
     dropped: tuple[tuple[str, Dropped], ...]
     relaxed: tuple[tuple[str, Any], ...]
+    rewritten: tuple[tuple[tuple[str, str], ...], ...] = ()  # of each tool: (pointer, keyword)
 
 
 _NO_TOOLS = _Checked((), (), (), ())
@@ -143,6 +155,7 @@ def plan(
         checked=tuple(allowed),
         dropped=checked.dropped + beyond.dropped + noted,
         relaxed=checked.relaxed + beyond.relaxed + relaxed,
+        owes_call=mode != "auto",
     )
 
 
@@ -151,7 +164,10 @@ def _beyond(fmt: Format, allowed: Sequence[Tool], checked: _Checked) -> _Checked
     dropped: list[tuple[str, Dropped]] = []
     relaxed: list[tuple[str, Any]] = []
     for i, tool in enumerate(checked.tools):
-        if tool not in allowed or not (gone := fmt.unenforced(tool)):
+        if tool not in allowed:
+            continue
+        gone = [_as_written(one, checked.rewritten[i]) for one in fmt.unenforced(tool)]
+        if not gone:
             continue
         param = f"tools[{i}].function.parameters"
         if tool.strict:
@@ -168,6 +184,12 @@ def _beyond(fmt: Format, allowed: Sequence[Tool], checked: _Checked) -> _Checked
         dropped += ((param, one) for one in gone)
         relaxed.append((tool.name, checked.wire[i]["function"].get("parameters")))
     return _Checked((), (), tuple(dropped), tuple(relaxed))
+
+
+def _as_written(gone: Dropped, rewritten: Sequence[tuple[str, str]]) -> Dropped:
+    """The same, naming the keyword that the caller wrote where it is said in others."""
+    written = [key for at, key in rewritten if at == gone.pointer and gone.keyword == "allOf"]
+    return replace(gone, keyword=written[0]) if written else gone
 
 
 def _raw(field: object) -> bytes:
@@ -199,18 +221,24 @@ def _check_tools(raw: bytes) -> _Checked:
     dropped: list[tuple[str, Dropped]] = []
     relaxed: list[tuple[str, Any]] = []
     seen: set[str] = set()
+    rewritten: list[tuple[tuple[str, str], ...]] = []
     functions = [_function(i, tool, seen) for i, tool in enumerate(parsed)]
     _check_size(functions)
+    judge = Judge()
     for i, function in enumerate(functions):
         param = f"tools[{i}].function.parameters"
         strict = bool(function.strict)
-        found = _check(f"function {function.name!r}", param, function.parameters, strict, "object")
+        what = f"function {function.name!r}"
+        found = _check(what, param, function.parameters, strict, "object", judge)
         tools.append(Tool(function.name, function.description or "", found.schema, strict))
         dropped += ((param, gone) for gone in found.dropped)
+        rewritten.append(found.rewritten)
         if found.dropped:
             relaxed.append((function.name, function.parameters))
     wire = msgspec.json.decode(raw)
-    return _Checked(tuple(tools), tuple(wire), tuple(dropped), tuple(relaxed))
+    return _Checked(
+        tuple(tools), tuple(wire), tuple(dropped), tuple(relaxed), tuple(rewritten)
+    )
 
 
 def _function(index: int, tool: _Tool, seen: set[str]) -> _Function:
@@ -254,9 +282,11 @@ def _named(bad: BadSchema, what: str, param: str) -> BadSchema:
     return _bad(param, message, bad.code, bad.pointer, bad.keyword)
 
 
-def _check(what: str, param: str, schema: object, strict: bool, root: Any) -> Checked:
+def _check(
+    what: str, param: str, schema: object, strict: bool, root: Any, judge: Judge
+) -> Checked:
     try:
-        return check(schema, strict=strict, root=root)
+        return check(schema, strict=strict, root=root, judge=judge)
     except BadSchema as bad:
         raise _named(bad, what, param) from None
 
@@ -298,7 +328,7 @@ def _answer(raw: bytes) -> Checked | None:
     param = "response_format.json_schema.schema"
     what = f"response_format {(wanted.json_schema.name or '')[:64]!r}"
     strict = bool(wanted.json_schema.strict)
-    return _check(what, param, wanted.json_schema.schema, strict, "any")
+    return _check(what, param, wanted.json_schema.schema, strict, "any", Judge())
 
 
 def _answer_schema(raw: bytes) -> Any:

@@ -6,14 +6,11 @@ one lone surrogate, to which no UTF-8 decodes.  A marker that a vocabulary has n
 
 from __future__ import annotations
 
-import functools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _FIRST = 0xD800
-_STAND_INS = re.compile("[\ud800-\udfff]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ def bind(markers: Iterable[str], special: Mapping[str, int]) -> Bound:
 
 def without(text: str) -> str:
     """The text without stand-ins: control tokens at a place that has no use for them."""
-    return text if text.isascii() else _STAND_INS.sub("", text)
+    return text if text.isascii() else text.encode(errors="ignore").decode()
 
 
 def is_control(letter: str) -> bool:
@@ -66,13 +63,14 @@ def is_control(letter: str) -> bool:
     return "\ud800" <= letter <= "\udfff"
 
 
-@functools.cache
-def _finder(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Longest first, as a tokenizer finds its added tokens."""
-    ordered = sorted(markers, key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, ordered))})" if ordered else r"((?!))")
-
-
 def _parts(markers: tuple[str, ...], literal: str) -> list[str]:
-    """The literal cut at its markers, without empty parts."""
-    return [part for part in _finder(markers).split(literal) if part]
+    """The literal cut at its markers, the longest first, as a tokenizer finds its added tokens."""
+    ordered = sorted(markers, key=len, reverse=True)
+    parts, start, at = list[str](), 0, 0
+    while at < len(literal):
+        found = next((one for one in ordered if literal.startswith(one, at)), "")
+        if found:
+            parts += literal[start:at], found
+            start = at + len(found)
+        at += len(found) or 1
+    return [part for part in (*parts, literal[start:]) if part]

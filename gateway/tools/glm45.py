@@ -15,8 +15,8 @@ MARKERS = (
 )  # fmt: skip
 
 FORMAT = Tagged(
-    "glm45",
-    Tags(
+    name="glm45",
+    tags=Tags(
         begin="<tool_call>",
         head="",
         named="\n",

@@ -9,8 +9,8 @@ from gateway.tools.glm45 import MARKERS
 from gateway.tools.tags import Tagged, Tags
 
 FORMAT = Tagged(
-    "glm47",
-    Tags(
+    name="glm47",
+    tags=Tags(
         begin="<tool_call>",
         head="",
         named="",

@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from engine.grammar.schema import Dropped, embed
+from engine.grammar.schema import embed
 from gateway.tools import Choice, Tool
 from gateway.tools.chatml import chatml
-from gateway.tools.control import UNBOUND, Bound, bind
 from gateway.tools.harmony_scanner import HarmonyScanner, Seen
+from gateway.tools.layout import Layout
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
@@ -26,17 +26,11 @@ _TO = f"{CHANNEL}commentary to=functions."
 _JSON = f" {CONSTRAIN}json{MESSAGE}"
 
 
-@dataclass(frozen=True, slots=True)
-class Harmony:
-    """The format; see gateway.tools.Format for what each member means."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harmony(Layout):
+    """The format."""
 
-    control: Bound = UNBOUND
-
-    name = "harmony"
-    signature = (CHANNEL, MESSAGE)
-    markers = (CHANNEL, MESSAGE, CONSTRAIN, START, END, CALL, RETURN)
     begin = CHANNEL
-    opening = ""
     framed = True
     template = chatml(
         "{%- for call in calls -%}{%- if not loop.first -%}{{- '" + CALL + _NEXT + "' -}}"
@@ -44,28 +38,9 @@ class Harmony:
         "{{- call.arguments -}}{%- endfor -%}"
     )
 
-    @property
-    def example(self) -> str:
-        """One call as the model writes it."""
-        return self.write([("add", '{"a": 1, "b": 2}')])
-
-    @property
-    def stand_ins(self) -> Mapping[int, str]:
-        """For the Detokenizer."""
-        return self.control.stand_ins()
-
-    def bound(self, special: Mapping[str, int]) -> Harmony:
-        """The same format for a vocabulary."""
-        control = bind(self.markers, special)
-        return replace(self, control=control) if control.ids else self
-
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls as the model writes them, without the `<|call|>` that ends the output."""
         return f"{CALL}{_NEXT}".join(f"{_TO}{name}{_JSON}{text}" for name, text in calls)
-
-    def unenforced(self, tool: Tool) -> list[Dropped]:
-        """Nothing: arguments are JSON."""
-        return []
 
     def grammar(
         self,
@@ -86,7 +61,8 @@ class Harmony:
             ways.append("final")
         roles = " | role_calls" if tools else ""
         if choice == "auto" and answer is None:
-            starts = [*self._free(roles), f"final: {lark(f'final{MESSAGE}')} TEXT"]
+            starts = self._free(CHANNEL, f"rest{roles}")
+            starts.append(f"final: {lark(f'final{MESSAGE}')} TEXT")
         else:
             starts = [f"start: {lark(CHANNEL)} rest{roles}"]
             if choice == "auto":
@@ -103,14 +79,6 @@ class Harmony:
         ]
         more = parallel and choice != "named"
         return "\n".join([*lines, *self._calls(tools, more)]) + "\n"
-
-    def _free(self, roles: str) -> list[str]:
-        """Text that no channel frames, until the first one."""
-        text = "TEXT: /(.|\\n)*/"
-        begin = self.control.lark(CHANNEL)
-        if CHANNEL in self.control.ids:
-            return [f"start: TEXT | TEXT {begin} rest{roles}", text]
-        return [f"start: TEXT | head rest{roles}", text, f"head[lazy]: /(.|\\n)*/ {begin}"]
 
     def _said(self) -> list[str]:
         """A text and the end of its message."""
@@ -155,4 +123,8 @@ class Harmony:
         )
 
 
-FORMAT = Harmony()
+FORMAT = Harmony(
+    name="harmony",
+    signature=(CHANNEL, MESSAGE),
+    markers=(CHANNEL, MESSAGE, CONSTRAIN, START, END, CALL, RETURN),
+)

@@ -6,21 +6,29 @@ analysis is reasoning; final is content, and so is commentary without a recipien
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Reasoning, Text
 from gateway.tools.control import is_control, without
-from gateway.tools.held import BACKSLASH, NEVER, Braces, overlap, watch
+from gateway.tools.held import (
+    BACKSLASH,
+    NAME_LETTERS,
+    NAME_LIMIT,
+    NEVER,
+    Braces,
+    overlap,
+    run,
+    watch,
+)
 from gateway.tools.marked import openai_id
 
 _HEADER_LIMIT = 256  # characters between a channel and its message
 _CHANNELS = ("analysis", "commentary", "final")
 _AUTHOR = "assistant"
 _ROLE = " to="
-_RECIPIENT = re.compile(r"(?: (?:t(?:o(?:=[a-zA-Z0-9_.-]*)?)?)?)?")  # or the start of one
-_TO = re.compile(r" to=functions\.([a-zA-Z0-9_-]{1,64})(?![a-zA-Z0-9_-])")
+_TO = " to=functions."
+_RECIPIENT = NAME_LETTERS | {"."}
 
 Step = Literal["first", "bare", "header", "reasoning", "text", "arguments", "done"]
 
@@ -42,24 +50,11 @@ class HarmonyScanner(Braces):
                                                    `--end--> done --start--> header
     """
 
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
-        self._held = ""
-        self._step: Step = "first"
-        self._index = -1  # of the newest call
-        self._after = False  # white space since the last call has no meaning
-        self.watched: bytes | None = None
-        self.call = -1  # the one that is open
+    _step: Step
 
-    def push(self, text: str) -> list[Event]:
-        """Take the next piece of text; return what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._held and self._go(events):
-            pass
-        self.call = self._index if self._step == "arguments" else -1
-        self.watched = self._watch()
-        return events
+    def __init__(self, seen: Seen) -> None:
+        super().__init__("first")
+        self._seen = seen
 
     def close(self) -> list[Event]:
         """No more text comes: what was held back is what its channel says."""
@@ -150,16 +145,16 @@ class HarmonyScanner(Braces):
         )
         if not marker and _AUTHOR.startswith(role):
             return not whole
-        return known and _RECIPIENT.fullmatch(role.removeprefix(_AUTHOR)) is not None
+        return known and _may_address(role.removeprefix(_AUTHOR))
 
     def _enter(self, events: list[Event], header: str) -> None:
         role, _, channel = header.partition(self._seen.channel)
-        to = _TO.search(channel) or (_TO.search(role) if channel.endswith("json") else None)
-        if to is not None and not channel.startswith("final"):
+        name = _called(channel) or (_called(role) if channel.endswith("json") else "")
+        if name and not channel.startswith("final"):
             self._index += 1
             self._step = "arguments"
             self._new_object()
-            events.append(CallStart(self._index, openai_id(), to[1]))
+            events.append(CallStart(self._index, openai_id(), name))
             return
         hidden = channel.startswith("analysis") or _ROLE in channel
         self._step = "reasoning" if hidden else "text"
@@ -214,18 +209,27 @@ class HarmonyScanner(Braces):
         self._step = "bare"
         return True
 
-    def _emit(self, events: list[Event], count: int) -> None:
-        """Send the first `count` held characters as text; drop white space after a call."""
-        text = without(self._held[:count])
-        if self._after and (not text or text.isspace()):
-            return
-        self._after = False
-        self._held = self._held[count:]
-        if text:
-            events.append(Text(text))
-
 
 def _first(text: str, markers: tuple[str, ...]) -> tuple[int, str]:
     """Where the first of the markers stands, and which; (-1, "") when none does."""
     found = [(at, one) for one in markers if (at := text.find(one)) >= 0]
     return min(found) if found else (-1, "")
+
+
+def _may_address(text: str) -> bool:
+    """Whether a role part ends in nothing, a recipient, or the start of one."""
+    if len(text) < len(_ROLE):
+        return _ROLE.startswith(text)
+    return text.startswith(_ROLE) and run(text, len(_ROLE), _RECIPIENT, len(text)) == len(text)
+
+
+def _called(part: str) -> str:
+    """The function that a part of a header addresses; empty = none."""
+    at = part.find(_TO)
+    while at >= 0:
+        start = at + len(_TO)
+        stop = run(part, start, NAME_LETTERS, NAME_LIMIT + 1)
+        if 0 < stop - start <= NAME_LIMIT:
+            return part[start:stop]
+        at = part.find(_TO, start)
+    return ""

@@ -1,15 +1,45 @@
-"""What scanners share: what to hold back or not to hear of, where JSON ends.  Emits nothing."""
+"""What scanners share: what to hold back or not to hear of, letters by class, where JSON ends.
+
+Knows no layout and reads no call.  Letters are looked at one by one or found by `str.find`.
+"""
 
 from __future__ import annotations
 
 import functools
+import string
+from collections.abc import Set
 
 import msgspec
 
-from gateway.tools.control import is_control
+from gateway.events import Event, Text
+from gateway.tools.control import is_control, without
 
 NEVER = b"\n"  # in no JSON text of a letter
 BACKSLASH = b"\\"  # in the JSON of every letter that needs an escape
+NAME_LETTERS = frozenset(string.ascii_letters + string.digits + "_-")  # of a tool, as on the wire
+NAME_LIMIT = 64
+
+
+def run(text: str, at: int, letters: Set[str], most: int) -> int:
+    """Where the letters of a class that begin at `at` end, after at most so many."""
+    stop = min(len(text), at + most)
+    while at < stop and text[at] in letters:
+        at += 1
+    return at
+
+
+def blank(text: str, at: int = 0) -> int:
+    """Where the white space that begins at `at` ends."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def nearest(text: str, quote: str, at: int) -> int:
+    """Where the next `quote` or backslash stands; -1 = nowhere."""
+    found = text.find(quote, at)
+    slash = text.find("\\", at, found if found >= 0 else len(text))
+    return slash if slash >= 0 else found
 
 
 def overlap(text: str, literal: str) -> int:
@@ -32,8 +62,55 @@ def watch(literal: str) -> bytes:
     return msgspec.json.encode(literal[0])[1:-1]
 
 
-class Braces:
-    """Follows a JSON object to its end; plain values only, since scanners are copied."""
+class Held:
+    """A scanner's text that is not yet an event; see gateway.tools.Scanner.
+
+    Plain values only, since scanners are copied.
+    """
+
+    _step: str
+    _calling = "arguments"  # the step in which a text may be arguments as it is
+
+    def __init__(self, step: str) -> None:
+        """`step`: the first one."""
+        self._step = step
+        self._held = ""
+        self._index = -1  # of the newest call
+        self._after = False  # white space since the last call may still turn out to be a joint
+        self.call = -1  # the one whose arguments come
+        self.watched: bytes | None = None
+
+    def push(self, text: str) -> list[Event]:
+        """Take the next piece of text; return what is certain now."""
+        self._held += text
+        events: list[Event] = []
+        while self._held and self._go(events):
+            pass
+        self.call = self._index if self._step == self._calling else -1
+        self.watched = self._watch()
+        return events
+
+    def _go(self, events: list[Event]) -> bool:
+        """One step on; return whether there may be more to scan."""
+        raise NotImplementedError
+
+    def _watch(self) -> bytes | None:
+        """See Scanner.watched."""
+        raise NotImplementedError
+
+    def _emit(self, events: list[Event], count: int) -> None:
+        """Send the first `count` held characters as text; keep white space after a call."""
+        text = without(self._held[:count])
+        if self._after and (not text or text.isspace()):
+            return
+        self._after = False
+        self._held = self._held[count:]
+        if text:
+            events.append(Text(text))
+
+
+class Braces(Held):
+    """Follows a JSON object to its end, too."""
 
     _depth = 0  # brackets that are open
     _quoted = _escaped = False  # inside a string; behind its backslash

@@ -8,30 +8,37 @@ A layout of this kind is data: one `Marks` in one file.  See marked_scanner.py f
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from engine.grammar.schema import Dropped, embed
+from engine.grammar.schema import embed
 from gateway.tools import Choice, Tool
 from gateway.tools.chatml import chatml
-from gateway.tools.control import UNBOUND, Bound, bind
+from gateway.tools.layout import Layout
 from gateway.tools.marked_scanner import ID, MarkedScanner, Part, Path
 
 _LETTERS = string.ascii_letters + string.digits
-_LEXEME = re.compile(r'"[^"]*"|, |: |.')
 
 
 def openai_id() -> str:
     """A call id: unique, not guessable."""
-    return "call_" + "".join(secrets.choice(_LETTERS) for _ in range(24))
+    return "call_" + _letters(24)
 
 
 def mistral_id() -> str:
     """A call id as Mistral's templates demand it: nine letters and digits."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+    return _letters(9)
+
+
+def _letters(count: int) -> str:
+    """So many letters and digits out of one draw: a system call for each would cost 40 us."""
+    drawn, found = secrets.randbelow(len(_LETTERS) ** count), ""
+    for _ in range(count):
+        drawn, at = divmod(drawn, len(_LETTERS))
+        found += _LETTERS[at]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +59,12 @@ class Marks:
     mint: Callable[[], str] = openai_id  # for calls whose id the model does not write
 
 
-@dataclass(frozen=True, slots=True)
-class Marked:
-    """A format of this kind; see gateway.tools.Format for what each member means."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked(Layout):
+    """A format of this kind."""
 
-    name: str
     marks: Marks
-    signature: tuple[str, ...]
-    markers: tuple[str, ...]
-    control: Bound = UNBOUND
     template: str = field(init=False, repr=False)
-
-    framed = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "template", chatml(_jinja(self.marks)))
@@ -77,25 +78,6 @@ class Marked:
     def opening(self) -> str:
         """What free text cannot start with."""
         return "" if self.marks.begin else self.marks.opening
-
-    @property
-    def example(self) -> str:
-        """One call as the model writes it."""
-        return self.write([("add", '{"a": 1, "b": 2}')])
-
-    @property
-    def stand_ins(self) -> Mapping[int, str]:
-        """For the Detokenizer."""
-        return self.control.stand_ins()
-
-    def bound(self, special: Mapping[str, int]) -> Marked:
-        """The same format for a vocabulary."""
-        control = bind(self.markers, special)
-        return replace(self, control=control) if control.ids else self
-
-    def unenforced(self, tool: Tool) -> Sequence[Dropped]:
-        """Nothing: arguments are JSON."""
-        return ()
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls as the model writes them."""
@@ -156,11 +138,7 @@ class Marked:
             later = f" | TEXT {before} calls" if before else ""
             text = f"/(.|\\n)*/ & ~/{_regex(self.marks.opening)}(.|\\n)*/"
             return [f"start: TEXT | calls{later}", f"TEXT: {text}"]
-        text = "TEXT: /(.|\\n)*/"
-        if self.marks.begin in self.control.ids:  # text cannot hold a control token
-            return [f"start: TEXT | TEXT {begin} calls", text]
-        # The lazy rule wins as soon as the trigger is complete; until then both are alive.
-        return ["start: TEXT | head calls", text, f"head[lazy]: /(.|\\n)*/ {begin}"]
+        return self._free(self.marks.begin, "calls")
 
     def _before(self) -> str:
         """The control token that may open calls, as Lark; empty when the vocabulary has none."""
@@ -206,7 +184,16 @@ def _regex(literal: str) -> str:
 
 def _lexemes(literal: str) -> str:
     """A start of JSON text as Lark, cut as llguidance cuts JSON: its lexer never goes back."""
-    return " ".join(map(json.dumps, _LEXEME.findall(literal)))
+    pieces, at = list[str](), 0
+    while at < len(literal):
+        stop = at + 1
+        if literal[at] == '"':
+            stop = literal.index('"', stop) + 1
+        elif literal.startswith((", ", ": "), at):
+            stop += 1
+        pieces.append(literal[at:stop])
+        at = stop
+    return " ".join(map(json.dumps, pieces))
 
 
 def _jinja(marks: Marks) -> str:

@@ -7,36 +7,34 @@ Nothing that was sent is ever taken back.
 from __future__ import annotations
 
 import functools
-import re
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Text
 from gateway.tools.control import is_control, without
-from gateway.tools.held import Braces, overlap, watch
+from gateway.tools.held import BACKSLASH, NAME_LIMIT, Braces, overlap, run, watch
 
 ID = "{id}"
-
-_BACKSLASH = b"\\"  # in the JSON of a quote too
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """`low` to `high` letters of a class, as many as there are."""
 
-    letters: str  # of a regex class: "a-z0-9"
+    letters: str  # as in a class of Lark's: "a-zA-Z0-9_-", of these ranges and single letters
     low: int
     high: int
 
     def reach(self, text: str, at: int) -> int:
         """Where the letters that begin at `at` end."""
-        found = _span(self).match(text, at)
-        return found.end() if found else at
+        return run(text, at, _class(self.letters), self.high)
 
 
 Part = str | Span
 
-NAME = Span("a-zA-Z0-9_-", 1, 64)  # as on the wire
+NAME = Span("a-zA-Z0-9_-", 1, NAME_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,52 +68,40 @@ class MarkedScanner(Braces):
     arguments), and white space after a call until it is known whether something follows it.
     """
 
+    _step: Literal["start", "text", "arguments", "end", "after"]
+
     def __init__(self, path: Path, mint: Callable[[], str]) -> None:
         """`mint` makes ids for calls that bring none of their own."""
+        super().__init__("start" if path.first else "text")
         self._path = path
         self._seal = path.seal
         self._mint = mint
-        self._state = "start" if path.first else "text"
-        self._held = ""
-        self._index = -1  # of the newest call
         self._ids: frozenset[str] = frozenset()
-        self._after = False  # white space since the last call may still turn out to be a joint
-        self.call = -1  # the one that is open
-        self.watched: bytes | None = self._watch()
-
-    def push(self, text: str) -> list[Event]:
-        """Take the next piece of text; return what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._step(events):
-            pass
-        self.call = self._index if self._state == "arguments" else -1
         self.watched = self._watch()
-        return events
 
     def close(self) -> list[Event]:
         """No more text comes: what was held back is text, or arguments of a call that was cut."""
         rest, self._held = without(self._held), ""
-        if self._state == "arguments":
+        if self._step == "arguments":
             return [CallArgs(self._index, rest)] if rest else []
-        if self._state == "end" or not rest or (self._after and rest.isspace()):
+        if self._step == "end" or not rest or (self._after and rest.isspace()):
             return []
         return [Text(rest)]
 
     def _watch(self) -> bytes | None:
-        match self._state:
+        match self._step:
             case "text" if not self._held and not self._after:
                 return watch(self._path.begin)
             case "arguments" if self._seal:
                 return None if self._held else watch(self._seal)
             case "arguments" if self._quoted and not self._escaped:
-                return _BACKSLASH
+                return BACKSLASH
             case _:
                 return None
 
-    def _step(self, events: list[Event]) -> bool:
+    def _go(self, events: list[Event]) -> bool:
         """Go one arrow of the picture; return whether there may be more to scan."""
-        match self._state:
+        match self._step:
             case "arguments":
                 return self._arguments(events)
             case "text":
@@ -126,8 +112,6 @@ class MarkedScanner(Braces):
                 return self._joined(events)
             case "start":
                 return self._began(events)
-            case _:
-                raise AssertionError(self._state)
 
     def _arguments(self, events: list[Event]) -> bool:
         """Emit arguments up to their end."""
@@ -140,9 +124,10 @@ class MarkedScanner(Braces):
         if piece := without(self._held[:keep]):
             events.append(CallArgs(self._index, piece))
         self._held = self._held[keep:]
-        if at >= 0:
-            self._state = "end"
-        return at >= 0
+        if at < 0:
+            return False
+        self._step = "end"
+        return self._ended(events)  # there may be nothing to wait for
 
     def _ended(self, events: list[Event]) -> bool:
         """Pass what closes a call; what cannot be that closes it too, and is read on as it is."""
@@ -151,14 +136,14 @@ class MarkedScanner(Braces):
             return False
         self._held = self._held[max((fit.end for fit in fits), default=0) :]
         events.append(CallEnd(self._index))
-        self._state, self._after = "after", True
+        self._step, self._after = "after", True
         return True
 
     def _began(self, events: list[Event]) -> bool:
         """The start of the message: a call, or text."""
         fit = self._call_at(self._path.first, 0)
         if fit is None:
-            self._state = "text"
+            self._step = "text"
             return True
         return self._enter(events, fit)
 
@@ -173,7 +158,7 @@ class MarkedScanner(Braces):
             self._held = self._held[closed.end :]
         elif fit is not None or closed is not None:
             return False
-        self._state = "text"
+        self._step = "text"
         return True
 
     def _prose(self, events: list[Event]) -> bool:
@@ -202,7 +187,7 @@ class MarkedScanner(Braces):
         name, *written = fit.found
         self._index += 1
         self._held = self._held[fit.end - 1 :]  # from the `{` on
-        self._state = "arguments"
+        self._step = "arguments"
         self._new_object()
         events.append(CallStart(self._index, self._id(name, *written), name))
         return True
@@ -217,16 +202,6 @@ class MarkedScanner(Braces):
             written = str(int(written) + 1).zfill(len(written))
         self._ids |= {found}
         return found
-
-    def _emit(self, events: list[Event], count: int) -> None:
-        """Send the first `count` held characters as text; keep white space after a call."""
-        text = without(self._held[:count])
-        if self._after and (not text or text.isspace()):
-            return
-        self._after = False
-        self._held = self._held[count:]
-        if text:
-            events.append(Text(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,5 +244,8 @@ def _shaped(shape: str, name: str, written: str) -> str:
 
 
 @functools.cache
-def _span(span: Span) -> re.Pattern[str]:
-    return re.compile(f"[{span.letters}]{{0,{span.high}}}")
+def _class(letters: str) -> frozenset[str]:
+    """The letters of a class."""
+    for name in (string.ascii_lowercase, string.ascii_uppercase, string.digits):
+        letters = letters.replace(f"{name[0]}-{name[-1]}", name)
+    return frozenset(letters)

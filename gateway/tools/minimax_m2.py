@@ -12,8 +12,8 @@ from __future__ import annotations
 from gateway.tools.tags import Tagged, Tags
 
 FORMAT = Tagged(
-    "minimax_m2",
-    Tags(
+    name="minimax_m2",
+    tags=Tags(
         begin="<minimax:tool_call>",
         head='\n<invoke name="',
         named='">\n',

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.grammar.schema import Dropped, embed
 from gateway.tools import Choice, Tool
 from gateway.tools.chatml import chatml
-from gateway.tools.control import UNBOUND, Bound, bind
+from gateway.tools.layout import Layout
 from gateway.tools.literals import Literals, literal
-from gateway.tools.pythonic_scanner import PythonicScanner
+from gateway.tools.pythonic_scanner import NO_KEY, PythonicScanner
 from gateway.tools.values import Schema, members
 
 START, END = "<|python_start|>", "<|python_end|>"
-FORBIDDEN = frozenset(" \t\r\n=,()[]{}<>\"'#\\")  # in a parameter's name
+FORBIDDEN = NO_KEY | set(" \t\r\n")  # in a parameter's name
 
 _WRITTEN = (
     "{{- '[' -}}{%- for call in calls -%}{{- '' if loop.first else ', ' -}}{{- call.name -}}"
@@ -30,34 +30,12 @@ _WRITTEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pythonic:
-    """The format; see gateway.tools.Format for what each member means."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pythonic(Layout):
+    """The format."""
 
-    control: Bound = UNBOUND
-
-    name = "pythonic"
-    signature = ("[func_name1(params_name1=",)
-    markers = (START, END)
     begin = ""  # a list's name of a tool ends free text: no single literal does
-    opening = ""
-    framed = False
     template = chatml(_WRITTEN, "a Python list of calls")
-
-    @property
-    def example(self) -> str:
-        """One call as the model writes it."""
-        return self.write([("add", '{"a": 1, "b": 2}')])
-
-    @property
-    def stand_ins(self) -> Mapping[int, str]:
-        """For the Detokenizer."""
-        return self.control.stand_ins()
-
-    def bound(self, special: Mapping[str, int]) -> Pythonic:
-        """The same format for a vocabulary."""
-        control = bind(self.markers, special)
-        return replace(self, control=control) if control.ids else self
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls as the model writes them."""
@@ -113,4 +91,6 @@ class Pythonic:
         return PythonicScanner(frozenset(tool.name for tool in tools))
 
 
-FORMAT = Pythonic()
+FORMAT = Pythonic(
+    name="pythonic", signature=("[func_name1(params_name1=",), markers=(START, END)
+)

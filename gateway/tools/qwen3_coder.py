@@ -16,8 +16,8 @@ from __future__ import annotations
 from gateway.tools.tags import Tagged, Tags
 
 FORMAT = Tagged(
-    "qwen3_coder",
-    Tags(
+    name="qwen3_coder",
+    tags=Tags(
         begin="<tool_call>",
         head="\n<function=",
         named=">\n",

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.grammar.schema import Dropped, embed
 from gateway.tools import Choice, Tool
 from gateway.tools.chatml import chatml
-from gateway.tools.control import UNBOUND, Bound, bind
+from gateway.tools.layout import Layout
 from gateway.tools.tags_scanner import Seen, TagsScanner
 from gateway.tools.texts import Texts
 from gateway.tools.values import Param, Schema, members, pointer, raw
@@ -41,18 +41,11 @@ class Tags:
     close: str = ""  # after the last call
 
 
-@dataclass(frozen=True, slots=True)
-class Tagged:
-    """A format of this kind; see gateway.tools.Format for what each member means."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tagged(Layout):
+    """A format of this kind."""
 
-    name: str
     tags: Tags
-    signature: tuple[str, ...]
-    markers: tuple[str, ...] = ()
-    control: Bound = UNBOUND
-
-    opening = ""
-    framed = False
 
     @property
     def begin(self) -> str:
@@ -60,24 +53,9 @@ class Tagged:
         return self.tags.begin
 
     @property
-    def example(self) -> str:
-        """One call as the model writes it."""
-        return self.write([("add", '{"a": 1, "b": 2}')])
-
-    @property
-    def stand_ins(self) -> Mapping[int, str]:
-        """For the Detokenizer."""
-        return self.control.stand_ins()
-
-    @property
     def template(self) -> str:
         """The shared one."""
         return chatml(_jinja(self.tags), "tags")
-
-    def bound(self, special: Mapping[str, int]) -> Tagged:
-        """The same format for a vocabulary."""
-        control = bind(self.markers, special)
-        return replace(self, control=control) if control.ids else self
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls as the model writes them."""
@@ -126,11 +104,7 @@ class Tagged:
             return [f"start: {begin} calls"]
         if answer is not None:
             return [f"start: {begin} calls | answer", f"answer: %json {embed(answer)}"]
-        text = "TEXT: /(.|\\n)*/"
-        if self.tags.begin in self.control.ids:  # text cannot hold a control token
-            return [f"start: TEXT | TEXT {begin} calls", text]
-        # The lazy rule wins as soon as the trigger is complete; until then both are alive.
-        return ["start: TEXT | head calls", text, f"head[lazy]: /(.|\\n)*/ {begin}"]
+        return self._free(self.tags.begin, "calls")
 
     def _tool(self, rule: str, tool: Tool) -> Iterator[str]:
         tags, lark = self.tags, self.control.lark

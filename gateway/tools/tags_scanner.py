@@ -7,20 +7,26 @@ ever taken back.  A value of a type that no schema tells is a string unless it r
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from gateway.events import CallArgs, CallEnd, CallStart, Event, Text
 from gateway.tools.control import without
-from gateway.tools.held import BACKSLASH, NEVER, overlap, watch
+from gateway.tools.held import (
+    BACKSLASH,
+    NAME_LETTERS,
+    NAME_LIMIT,
+    NEVER,
+    Held,
+    nearest,
+    overlap,
+    run,
+    watch,
+)
 from gateway.tools.marked import openai_id
 from gateway.tools.values import Node, Schema
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]*")
-_NAME_LIMIT = 64  # characters, as on the wire
-_IN_JSON = re.compile(r'["\\]')
 _OTHER = "{[-0123456789tfn"  # first letters of JSON that is no string
 
 Step = Literal["prose", "pairs", "key", "undecided", "text", "other"]
@@ -40,7 +46,7 @@ class Seen:
     close: str
 
 
-class TagsScanner:
+class TagsScanner(Held):
     """See gateway.tools.Scanner.
 
     Held back: the longest suffix that may begin a call (in text) or a closing literal (in a
@@ -48,15 +54,16 @@ class TagsScanner:
     something follows it.
     """
 
+    _step: Step
+    _calling = "text"
+
     def __init__(self, seen: Seen, parameters: Mapping[str, Node]) -> None:
         """`parameters`: tool name -> its checked schema."""
+        super().__init__("prose")
         self._seen = seen
         self._parameters = parameters
-        self._held = ""
-        self._step: Step = "prose"
-        self._index = -1  # of the newest call
-        self._after = False  # white space since the last call may still turn out to be a joint
         self._section = False  # between a call and what closes all of them
+        self._known: dict[str, Mapping[str, str]] = {}  # tool -> its parameters' kinds, once asked
         self._kinds: Mapping[str, str] = {}  # parameter of the open call -> how it is written
         self._kind = ""  # of the value at hand; "" = no schema tells
         self._pairs = 0  # of the open call
@@ -64,18 +71,7 @@ class TagsScanner:
         self._quoted = False  # inside one of its strings
         # Whether no plain letter begins the end of a string: a line break does, or a control token.
         self._sealed = watch(seen.stop)[:1] in (NEVER, BACKSLASH)
-        self.call = -1  # the one whose string is open
-        self.watched: bytes | None = self._watch()
-
-    def push(self, text: str) -> list[Event]:
-        """Take the next piece of text; return what is certain now."""
-        self._held += text
-        events: list[Event] = []
-        while self._held and self._go(events):
-            pass
-        self.call = self._index if self._step == "text" else -1
         self.watched = self._watch()
-        return events
 
     def _watch(self) -> bytes | None:
         if self._held:
@@ -144,11 +140,10 @@ class TagsScanner:
     def _opened(self, events: list[Event], at: int, length: int) -> bool:
         """A call may open at `at`: read its name and enter it, or take it for text."""
         seen, start = self._seen, at + length
-        found = _NAME.match(self._held, start)
-        name = found[0] if found else ""
-        tail = self._held[start + len(name) :]
+        stop = run(self._held, start, NAME_LETTERS, NAME_LIMIT + 1)
+        name, tail = self._held[start:stop], self._held[stop:]
         wanted = (seen.named + seen.key, seen.named + seen.end)
-        if len(name) <= _NAME_LIMIT and (name or not tail):
+        if len(name) <= NAME_LIMIT and (name or not tail):
             if name and tail.startswith(wanted):
                 self._enter(events, name, tail[len(seen.named) :])
                 return True
@@ -163,8 +158,10 @@ class TagsScanner:
         self._held = rest
         self._step = "pairs"
         self._pairs = 0
-        schema = Schema(self._parameters.get(name, {}))
-        self._kinds = {param.name: param.kind for param in schema.params()}
+        if name not in self._known:
+            params = Schema(self._parameters.get(name, {})).params()
+            self._known[name] = {param.name: param.kind for param in params}
+        self._kinds = self._known[name]
         events.append(CallStart(self._index, openai_id(), name))
 
     def _between(self, events: list[Event]) -> bool:
@@ -237,32 +234,24 @@ class TagsScanner:
     def _other(self, events: list[Event]) -> bool:
         """Another value: out with it when its closing literal comes, outside of its strings."""
         stop = self._seen.stop
-        while True:
-            end = -1 if self._quoted else self._held.find(stop, self._at)
-            found = _IN_JSON.search(self._held, self._at)
-            if end >= 0 and (found is None or end < found.start()):
-                break
-            if found is None:
+        end = -1
+        while end < 0:
+            found = nearest(self._held, '"', self._at)
+            if not self._quoted:
+                end = self._held.find(stop, self._at, found if found >= 0 else len(self._held))
+            if found < 0 and end < 0:
                 reach = len(self._held) - (0 if self._quoted else len(stop) - 1)
                 self._at = max(self._at, reach)
                 return False
-            self._at = found.end() + (found[0] == "\\")  # past what it escapes, come or not
-            self._quoted ^= found[0] == '"'
+            if end < 0:
+                escape = self._held[found] == "\\"
+                self._at = found + 1 + escape  # past what it escapes, come or not
+                self._quoted ^= not escape
         value = without(self._held[:end])
         self._held = self._held[end + len(stop) :]
         self._step = "pairs"
         events.append(CallArgs(self._index, value.strip() if _is_json(value) else quoted(value)))
         return True
-
-    def _emit(self, events: list[Event], count: int) -> None:
-        """Send the first `count` held characters as text; keep white space after a call."""
-        text = self._held[:count]
-        if self._after and (not text or text.isspace()):
-            return
-        self._after = False
-        self._held = self._held[count:]
-        if shown := without(text):
-            events.append(Text(shown))
 
 
 def escaped(text: str) -> str:

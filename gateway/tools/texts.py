@@ -9,7 +9,7 @@ one is dropped and named.  The text ends at the first closing literal, so it nev
 from __future__ import annotations
 
 import json
-import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -49,7 +49,8 @@ FORMATS = {
 _CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[a-zA-Z0-9_]", "W": "[^a-zA-Z0-9_]"}
 _IN_CLASS = {"d": "0-9", "w": "a-zA-Z0-9_"}
 _CLASS_LETTERS = {"/": "\\/", "\n": "\\n", "[": "\\[", "&": "\\&", "~": "\\~"}  # set operators
-_PIECE = re.compile(r"\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|.", re.DOTALL)
+_DIGITS = {"u": 4, "x": 2}  # of an escape by its letter
+_HEX_LETTERS = frozenset(string.hexdigits)
 _LITERALS = 4000  # characters of one pattern: longer ones are not even tried
 
 
@@ -156,7 +157,23 @@ def _in_class(letter: str) -> str:
 
 def _slashed(expression: str) -> str:
     """A regular expression as it may stand between slashes."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", expression).replace("\n", "\\n")
+    shown = {"/": "\\/", "\n": "\\n"}
+    return "".join(shown.get(piece, piece) for piece in _pieces(expression))
+
+
+def _pieces(pattern: str) -> list[str]:
+    """The letters of a pattern, each escape as one."""
+    pieces: list[str] = []
+    at = 0
+    while at < len(pattern):
+        size = 2 if pattern[at] == "\\" else 1
+        count = _DIGITS.get(pattern[at + 1 : at + 2], 0)
+        digits = pattern[at + 2 : at + 2 + count]
+        if size == 2 and len(digits) == count and _HEX_LETTERS.issuperset(digits):
+            size += count
+        pieces.append(pattern[at : at + size])
+        at += size
+    return pieces
 
 
 def regex(pattern: str) -> str | None:
@@ -166,7 +183,7 @@ def regex(pattern: str) -> str | None:
     """
     if len(pattern) > _LITERALS:
         return None
-    tokens = _PIECE.findall(pattern)
+    tokens = _pieces(pattern)
     starts, ends = tokens[:1] == ["^"], tokens[-1:] == ["$"] and len(tokens) > 0
     inner = tokens[starts : len(tokens) - ends]
     body = _translated(inner, top=not (starts or ends))

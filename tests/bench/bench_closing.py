@@ -1,11 +1,16 @@
-"""Closing plans over real schemas: how many are found, how long, and what they cost.  No model.
+"""Closing plans over real schemas: how many are found, how long, what they cost, whether they hold.
 
     python -m tests.bench.bench_closing maskbench_260.jsonl --schemas 50 --lengths 80
+    python -m tests.bench.bench_closing maskbench_260.jsonl --model smollm2 --points 250 --wire 40
 
-The file holds a JSON object a line: `schema`, and `tests` with `data` and `valid`.  Three parts, in
-us of the thread's CPU time: the plan from each start; outputs that are a schema's own valid data,
-with room to spare; and outputs of hostile samplers for `max_tokens` 1 to `--lengths`, each checked
-to be closed, valid and inside its budget.
+The file holds a JSON object a line: `schema`, and `tests` with `data` and `valid`.  Without a
+model, in us of the thread's CPU time: the plan from each start; outputs that are a schema's own
+valid data, with room to spare; and outputs of hostile samplers for `max_tokens` 1 to `--lengths`,
+each checked to be closed, valid and inside its budget.
+
+With one (`random`: tiny random weights with SmolLM2's vocabulary) an engine answers the points of
+tests/sweep.py, plainly and with drafts, and a gateway those of `--wire`, streamed and not.  By
+default every schema meets every `max_tokens`, and of the other values any two each other.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +34,12 @@ from engine.grammar.closing import Closing
 from engine.grammar.matcher import Compiled, Compiler, GrammarRefused
 from engine.grammar.schema import BadSchema, check, embed
 from engine.messages import Grammar
+from tests import sweep_wire
+from tests.driver import make
+from tests.engine.test_closing import SCHEMAS
 from tests.hostile import LIKES, Hostile, write
+from tests.proposers import RandomDrafts, RandomHead
+from tests.sweep import Sweep, covering, every, pairs, random_model
 
 Case = tuple[dict[str, Any], Compiled, list[Any]]  # schema as enforced, its grammar, valid data
 
@@ -151,15 +163,85 @@ def hostile(found: Sequence[Case], compiler: Compiler, most: int, step: int, clo
     )
 
 
+def chosen(path: Path, count: int) -> dict[str, Any]:
+    """Schemas for the sweep: the hard ones of the tests, then plain ones of the file to `count`."""
+    found = {name: schema for name, schema in SCHEMAS.items() if schema.get("type") == "object"}
+    lines = path.read_text().splitlines()
+    random.Random(3).shuffle(lines)
+    compiler = _compiler()
+    for number, line in enumerate(lines):
+        if len(found) >= count:
+            break
+        try:
+            schema = check(json.loads(line)["schema"], strict=False, root="object").schema
+            compiled = compiler.compile(Grammar(f"start: %json {embed(schema)}\n"))
+        except (BadSchema, GrammarRefused):
+            continue
+        if len(compiled.planner.start_plan or ()) <= 50:  # else no call with it would ever open
+            found[f"file {number}"] = schema
+    return found
+
+
+def swept(options: argparse.Namespace, folder: Path) -> None:
+    """The sweep on an engine, with drafts of the host or the device, and over a gateway."""
+    speaks = open_checkpoint("smollm2")
+    model = str(random_model(folder, speaks)) if options.model == "random" else options.model
+    checkpoint = open_checkpoint(model)
+    schemas = chosen(options.file, options.schemas)
+    budgets = range(1, options.lengths + 1, options.step)
+    head = None
+    if options.head:
+        head = RandomHead(checkpoint.config.hidden, checkpoint.config.vocab, (0, 1))
+    sweep = Sweep.open(model, schemas, head)
+    names, drafts = list(sweep.schemas), ["head"] if options.head else ["random", "oracle",
+                                                                       "adversarial"]  # fmt: skip
+    all_of = every if options.every else covering
+    points = list(all_of(names, budgets, drafts))[: options.points]
+    met = {pair for point in points for pair in pairs(point)}
+    whole = {pair for point in covering(names, budgets, drafts) for pair in pairs(point)}
+    start = time.process_time()
+    for at in range(0, len(points), 50):
+        sweep.run(points[at : at + 50])
+        told(sweep.counts, min(at + 50, len(points)), start)
+    print(f"{len(names)} schemas, {len(met)} of {len(whole)} pairs of values, "
+          f"{sweep.engine.stats().drafted_tokens} tokens drafted")  # fmt: skip
+    if options.wire:
+        counts = sweep_wire.ask(
+            lambda: make(Path(model), drafts=RandomDrafts(checkpoint.config.vocab), max_drafts=3,
+                         blocks=160),
+            checkpoint, sweep.schemas, points[: options.wire],
+        )  # fmt: skip
+        told(counts, options.wire, start)
+
+
+def told(counts: Counter[str], done: int, start: float) -> None:
+    """One line: what became of the points so far."""
+    shown = "; ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
+    print(f"{done} points, {time.process_time() - start:.0f} s of CPU; {shown}", flush=True)
+
+
+def _compiler() -> Compiler:
+    checkpoint = open_checkpoint("smollm2")
+    return Compiler(checkpoint.tokenizer_json, checkpoint.config.vocab, checkpoint.stop_ids)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--schemas", type=int, default=50, help="of those, for hostile samplers")
     parser.add_argument("--lengths", type=int, default=80, help="the largest max_tokens")
     parser.add_argument("--step", type=int, default=1, help="between two max_tokens")
+    parser.add_argument("--model", default="", help="sweep on this: random, or a model's name")
+    parser.add_argument("--points", type=int, help="no more points than that")
+    parser.add_argument("--every", action="store_true", help="all points, not a covering of pairs")
+    parser.add_argument("--head", action="store_true", help="drafts of a random head on the device")
+    parser.add_argument("--wire", type=int, default=0, help="so many points over a gateway too")
     options = parser.parse_args()
-    checkpoint = open_checkpoint("smollm2")
-    compiler = Compiler(checkpoint.tokenizer_json, checkpoint.config.vocab, checkpoint.stop_ids)
+    if options.model:
+        with tempfile.TemporaryDirectory() as folder:
+            swept(options, Path(folder) / "random")
+        return
+    compiler = _compiler()
     print(" " * 22 + "".join(f"{name:>10}" for name in ("p50", "p90", "p99", "max")))
     found = cases(options.file, compiler, 10_000)
     original = planner.Planner.full

@@ -8,11 +8,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
 from engine.grammar import lexical
-from engine.grammar.hints import hints, literals
-from engine.grammar.matcher import Compiled, Compiler, GrammarRefused, State
-from engine.grammar.planner import Planner
+from engine.grammar.hints import read
+from engine.grammar.matcher import Compiled, Compiler, GrammarRefused, State, Vocabulary
+from engine.grammar.planner import ENDLESS, START_ENDLESS, Planner
+from engine.grammar.probe import Probe
 from engine.grammar.schema import check, embed
 from engine.messages import Grammar
 from gateway.tools import FORMATS, Tool, load
@@ -153,6 +155,35 @@ def test_a_schema_that_no_finite_text_satisfies_is_refused_and_stays_refused(
     monkeypatch.setattr(Planner, "__init__", lambda *args: pytest.fail("planned again"))
     with pytest.raises(GrammarRefused, match="way to end"):
         compiler.compile(lark(LOOPS[name]))
+
+
+def test_ways_without_an_end_are_counted_as_each_takes_long(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 such tools in one request would take seconds."""
+    counted: list[int] = []
+    forced = Probe.forced
+
+    def counting(self: Probe) -> bytes:
+        before = self.endless
+        try:
+            return forced(self)
+        finally:
+            counted[-1] += before - self.endless
+
+    monkeypatch.setattr(Probe, "forced", counting)
+    tools = [Tool(f"t{i}", "", LOOPS["object"], True) for i in range(40)]
+    counted.append(0)
+    with pytest.raises(GrammarRefused, match="way to end"):
+        compiler.compile(Grammar(load("hermes").grammar(tools, "required", True)))
+    assert 0 < counted[-1] <= START_ENDLESS + 4  # one more in each search
+    good = Tool("good", "", NOTE, True)
+    lark = load("hermes").grammar([*tools[:3], good], "required", True)
+    grammar = compiler.compile(Grammar(lark))
+    counted.append(0)
+    text = b'<tool_call>\n{"name": "'
+    plan = grammar.planner.full(at(grammar, text), ROOMY)
+    assert plan is not None and b'good", ' in bytes(plan) and counted[-1] <= ENDLESS + 4
 
 
 def test_a_branch_without_an_end_is_left_for_one_that_has_one(compiler: Compiler) -> None:
@@ -298,7 +329,7 @@ def test_a_state_knows_whether_it_is_in_a_string_through_rollbacks_and_free_text
 
 def test_texts_are_read_off_patterns() -> None:
     def of(pattern: str) -> list[bytes]:
-        return hints(f"start: %json {json.dumps({'pattern': pattern})}")
+        return list(read(f"start: %json {json.dumps({'pattern': pattern})}").hints)
 
     for pattern, text in (("^[a-z]{2}[0-9]{4}$", b"aa0000"), ("1.2", b"1a2"), (r"\$up", b"$up"),
                           ("^mqtt:on$|^mqtt:off$", b"mqtt:on"), ("(ab){3}", b"ababab"),
@@ -310,7 +341,7 @@ def test_texts_are_read_off_patterns() -> None:
     for odd in ("((((", "\\", "[", "a{", "*", "(?", "a{9999999}", "(" * 5_000):
         of(odd)
     text = 'start: "<a>" x\nx: "<b>" %json {"const": "no"} "</b>\\n"\n'
-    assert sorted(literals(text)) == [b"</b>\n", b"<a>", b"<b>"]
+    assert sorted(read(text).literals) == [b"</b>\n", b"<a>", b"<b>"]
 
 
 @pytest.mark.parametrize(
@@ -319,10 +350,22 @@ def test_texts_are_read_off_patterns() -> None:
         ('start: "<a>" ("yes" | "no" | /[0-9]{3,9}/)+ "</a>"', b"<a>no</a>"),
         ('start: "<a>" (/[0-9]{3,9}/)+ "</a>"', b"<a>000</a>"),
         ('start: "<a>" (/[a-z]{3,9}/)+ "</a>"', b"<a>aaa</a>"),
-        ('start: /[0-9]+/ "x9"', b"0x9"),
+        ('start: /[0-9]+/ "x9"', b"0x0"),
     ],
 )
 def test_a_run_that_only_another_letter_ends_is_no_trap(
     compiler: Compiler, text: str, shortest: bytes
 ) -> None:
-    assert bytes(compiler.compile(Grammar(text)).planner.start_plan or ()) == shortest
+    plan = bytes(compiler.compile(Grammar(text)).planner.start_plan or ())
+    assert bytes(48 if 48 <= byte <= 57 else byte for byte in plan) == shortest  # any digits
+
+
+def test_every_word_of_the_vocabulary_of_these_tests_is_a_token() -> None:
+    text, size = merged_tokenizer_json(w.replace(" ", "Ġ").replace("\n", "Ċ") for w in WORDS)
+    vocabulary = Vocabulary(text, size, [EOS])
+    pieces = [vocabulary.piece(token) for token in range(size)]
+    assert len(set(pieces) - {b""}) == size - 1  # no text holds the byte 0xff
+    assert {word.encode() for word in WORDS} < set(pieces)
+    special = json.loads(byte_tokenizer_json())["added_tokens"]
+    known = Tokenizer.from_str(text)
+    assert [known.token_to_id(one["content"]) for one in special] == [one["id"] for one in special]

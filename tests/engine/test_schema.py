@@ -34,7 +34,8 @@ def test_an_odd_schema_is_enforced_or_refused_by_pointer_and_keyword(name: str) 
     if wanted is None:
         checked = check(schema, strict=True)
         assert checked.dropped == ()
-        assert checked.schema["properties"]["x"].items() >= schema["properties"]["x"].items()
+        node = schema["properties"].get("x", {})
+        assert checked.rewritten or checked.schema["properties"]["x"].items() >= node.items()
         return
     bad = refused(schema)
     assert (bad.code, bad.pointer, bad.keyword) == wanted
@@ -55,14 +56,9 @@ def test_without_strict_only_what_cannot_be_enforced_is_dropped(name: str) -> No
 
 
 UNSUPPORTED = {
-    "dependentRequired": {"x": ["y"]},
-    "dependentSchemas": {"x": {"required": ["y"]}},
-    "dependencies": {"x": ["y"]},
     "propertyNames": {"maxLength": 3},
-    "unevaluatedProperties": False,
-    "unevaluatedItems": False,
     "contains": {"const": 1},
-    "not": {"required": ["x"]},
+    "not": {"pattern": "x"},
     "uniqueItems": True,
     "$dynamicRef": "#x",
     "minProperties": 1,

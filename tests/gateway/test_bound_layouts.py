@@ -12,9 +12,9 @@ from gateway.events import CallArgs, CallStart
 from gateway.prompt import Prompts
 from gateway.protocol import Function, Message, ToolCall
 from gateway.state import Gateway
-from gateway.tools import FORMATS, load
+from gateway.tools import FORMATS, Tool, load
 from tests.asking import ADD, post
-from tests.calls import Dialect, dialect, with_controls
+from tests.calls import Dialect, dialect, takes, with_controls
 from tests.prompting import END, TOOLS, chat, prompts, single_bytes, small_bpe, user
 from tests.scripted import EOS, Script, ScriptedLink
 
@@ -51,6 +51,30 @@ def test_a_call_between_control_tokens_is_a_call_on_the_wire(name: str, group: i
         mine = [piece["function"] for piece in pieces if piece["index"] == index]
         assert "".join(piece["arguments"] for piece in mine) == call["function"]["arguments"]
     assert frames[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("name", [name for name in BOUND if load(name).markers[0][0] == "<"])
+@pytest.mark.parametrize("group", [1, 1000])
+def test_added_tokens_in_angle_brackets_need_not_be_special_to_be_markers(
+    name: str, group: int
+) -> None:
+    tokenizer_json, ids = with_controls(load(name).markers, special=False)
+    made = Prompts(tokenizer_json, None, max_len=4096, format=load(name), stop_ids=[EOS])
+    said = Dialect(made.format, tokenizer_json, ids)
+    assert set(said.fmt.stand_ins) == set(ids.values())
+    for id in (*ids.values(), ord("a")):
+        made.vocabulary.quote(id)
+    assert list(made.vocabulary.quoted) == [ord("a")], "only a scanner knows what a marker says"
+    text = "" if said.fmt.opening or not said.fmt.begin else "Hm. "
+    tokens = said.tokens(said.written([("add", ARGUMENTS)] * 2, text))
+    tool = Tool("add", "", {"type": "object", "properties": {"a": {"type": "integer"}}}, True)
+    assert takes(said.compiler, said.fmt.grammar([tool], "auto", True), tokens)
+    ask = partial(post, gateway_saying(said, tokens, group), tools=[ADD])
+    message = ask().json()["choices"][0]["message"]
+    assert (message["content"] or "", len(message["tool_calls"])) == (text, 2)
+    streamed = ask(stream=True).text
+    assert not any(marker in streamed for marker in ids)
+    assert '"finish_reason":"tool_calls"' in streamed
 
 
 def test_without_tools_control_tokens_are_no_text() -> None:

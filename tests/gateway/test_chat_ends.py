@@ -203,7 +203,7 @@ def test_our_own_fault_is_a_typed_error_and_done_and_never_its_text(caplog, monk
         assert error["code"] == "internal"
 
 
-BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "not": {"pattern": "x"}}}}
 
 
 def tool(schema: dict, **more: object) -> dict:

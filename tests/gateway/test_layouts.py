@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import jinja2.sandbox
 import pytest
 
+from gateway import tools
 from gateway.events import CallArgs, CallEnd, CallStart, Event
 from gateway.render import Marks, pairs
 from gateway.tools import FORMATS, Format, Tool, UnknownFormat, load, pick
@@ -292,6 +295,22 @@ SPEAK = {
 def test_a_model_speaks_the_layout_that_its_own_template_prints(name: str) -> None:
     assert pick(SPEAK[name], None).name == name
     assert pick(load(name).template, None).name == name or name == "llama3"
+
+
+def test_no_layout_reads_with_regular_expressions_or_evaluates() -> None:
+    """What a model wrote is looked at letter by letter: no text of its makes that slow."""
+    for path in Path(tools.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    found = {name.name for name in names}
+                case ast.ImportFrom(module=module):
+                    found = {module}
+                case ast.Name(id=id):
+                    found = {id}
+                case _:
+                    continue
+            assert found.isdisjoint({"re", "ast", "eval", "exec", "compile"}), path.name
 
 
 def test_every_json_layout_is_data() -> None:

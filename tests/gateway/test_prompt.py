@@ -147,8 +147,6 @@ def test_a_model_without_tools_uses_its_own_template_until_tools_come():
     [
         ("{{ raise_exception('Only one system message.') }}", "Only one system message."),
         ("{{ messages[9].content.x.y }}", "cannot render"),
-        ("{{ ''.__class__.__mro__ }}", "cannot render"),
-        ("{{ messages.append(1) }}", "cannot render"),
         ("{{ 1 / 0 }}", "cannot render"),
     ],
 )

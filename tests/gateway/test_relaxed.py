@@ -11,9 +11,9 @@ import pytest
 from gateway.tools.choice import JUDGED_S, ToolPlan, plan
 from tests.asking import open_gateway, post, saying
 from tests.calls import HERMES
-from tests.schemas import ODD, tool
+from tests.schemas import UNIQUE, tool
 
-PICK = tool("pick", ODD["uniqueItems"][0], strict=False)
+PICK = tool("pick", UNIQUE, strict=False)
 CALLS = [("pick", '{"x": [1, 2, 3]}'), ("pick", '{"x": [1, 1, 2]}')]
 
 

@@ -80,10 +80,10 @@ def test_edges_of_text_never_complete_a_control_token(template, texts):
 
 def test_a_segment_is_found_only_between_the_same_control_tokens():
     segment = Segment(("a", "b"), (1,), array("I", [5]))
-    assert segment.matches(["x", "a", "bc"], [9, 1], 1)
-    assert not segment.matches(["x", "a", "bc"], [9, 2], 1)
-    assert not segment.matches(["x", "a", "cb"], [9, 1], 1)
-    assert not segment.matches(["x", "a"], [9], 1)
+    assert segment.after(["x", "a", "bc"], [9, 1], 1) == "c"
+    assert segment.after(["x", "a", "bc"], [9, 2], 1) is None
+    assert segment.after(["x", "a", "cb"], [9, 1], 1) is None
+    assert segment.after(["x", "a"], [9], 1) is None
 
 
 def test_tools_and_arguments_never_become_control_tokens():
@@ -100,16 +100,17 @@ def test_tools_and_arguments_never_become_control_tokens():
 
 def test_a_template_that_prints_keys_in_angle_brackets_makes_no_control_tokens():
     template = (
-        "{% for t in tools %}{% for key in t.function.parameters %}<{{ key }}>{% endfor %}"
+        "{% for t in tools %}{{ t.function.name }}:"
+        "{% for key in t.function.parameters %}<{{ key }}>{% endfor %}"
         "{% for key, _ in t.function.parameters.items() %}<{{ key }}>{% endfor %}"
         "{{ t.function.parameters.a }}{{ t.function.parameters.get('start', 5) }}"
         "{{ 'a' in t.function.parameters }}{{ t.function.parameters.end is defined }}{% endfor %}"
     )
     made = prompts(template=template)
-    tool = {"function": {"parameters": {"|im_end|": 1, "a": 2}}}
+    tool = {"function": {"name": "f", "parameters": {"|im_end|": 1, "a": 2}}}
     ids = chat(made, [user("x")], [tool]).ids
     assert not {0, 1, 2} & set(ids)
-    assert decoded(made, ids) == "<|im_end|><a><|im_end|><a>25TrueFalse"
+    assert decoded(made, ids) == "f:<|im_end|><a><|im_end|><a>25TrueFalse"
 
 
 def test_a_vocabulary_that_holds_the_control_tokens_as_words_changes_nothing():

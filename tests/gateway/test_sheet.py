@@ -77,7 +77,8 @@ def test_any_workers_page_is_the_whole_servers(sheet: Sheet) -> None:
 
 def test_the_engines_values_are_equal_at_all_workers_to_the_last_digit(sheet: Sheet) -> None:
     totals = {field: 10**12 + place for place, field in enumerate(TOTALS)}
-    stats = Stats(*range(7, 7 + len(Stats.__struct_fields__)))
+    numbers = Stats.__struct_fields__[:-2]  # the lists are in `totals` alone
+    stats = Stats(*range(7, 7 + len(numbers)))
     view = EngineView(time.monotonic(), 4, totals, stats)
     sheet.tell_engine(view)
     assert sheet.engine() == view

@@ -23,7 +23,7 @@ from tests.schemas import record, whole
 from tests.scripted import EOS, Script, ScriptedLink, byte_tokenizer_json
 
 TOOL = Tool("add", "", record({"a": whole(0, 9)}), True)
-TEMPLATE = "{{ messages[0].content }}{% if tools %}{% endif %}<tool_call> </think>"
+TEMPLATE = "{{ messages[0].content }}{% if tools %}{{ tools }}{% endif %}<tool_call> </think>"
 LAYOUTS = ["hermes", "qwen3_coder", "glm45", "llama3", "deepseek31"]
 
 

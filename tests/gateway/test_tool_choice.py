@@ -16,7 +16,7 @@ from engine.grammar.matcher import Compiler
 from engine.grammar.schema import BadSchema
 from gateway.tools.choice import ToolPlan, plan
 from tests.calls import HERMES, byte_compiler, joined, scan, takes
-from tests.schemas import FAMILIES, ODD, record, tool, whole
+from tests.schemas import FAMILIES, UNIQUE, record, tool, whole
 from tests.scripted import EOS
 
 
@@ -187,7 +187,7 @@ def test_a_bad_request_is_refused_by_the_field_at_fault(case: Any) -> None:
 
 def test_a_refused_schema_names_function_pointer_and_keyword() -> None:
     with pytest.raises(BadSchema) as caught:
-        planned([tool("book", ODD["uniqueItems"][0])])
+        planned([tool("book", UNIQUE)])
     bad = caught.value
     assert (bad.code, bad.param) == ("unsupported_schema_keyword", "tools[0].function.parameters")
     assert (bad.pointer, bad.keyword) == ("/properties/x", "uniqueItems")
@@ -197,7 +197,7 @@ def test_a_refused_schema_names_function_pointer_and_keyword() -> None:
 
 
 def test_what_is_not_enforced_is_listed_and_checked_after_the_fact() -> None:
-    found = planned([tool("ok"), tool("pick", ODD["uniqueItems"][0], strict=False)])
+    found = planned([tool("ok"), tool("pick", UNIQUE, strict=False)])
     assert [(param, gone.keyword) for param, gone in found.dropped] == [
         ("tools[1].function.parameters", "uniqueItems")
     ]
@@ -226,9 +226,9 @@ def test_the_same_tools_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_all_schemas_together_are_bounded() -> None:
     wide = {"type": "object", "properties": {f"p{i}": {} for i in range(890)}}
-    with pytest.raises(BadSchema, match="10,000") as caught:
+    with pytest.raises(BadSchema, match="8,000") as caught:
         planned([tool(f"t{i}", wide) for i in range(25)])
-    assert caught.value.param == "tools[11].function.parameters"
+    assert caught.value.param == "tools[8].function.parameters"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

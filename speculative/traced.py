@@ -1,0 +1,59 @@
+"""A proposer that notes who guessed each token of an output, for `slipstream draft`.  Guesses none.
+
+For one request after another, in this process.  Another proposer guesses, as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.proposer import Draft, HostDrafts, Key, Turn
+from speculative import served
+
+if TYPE_CHECKING:
+    from engine.config import ResolvedConfig
+
+TARGET = "target"
+told: list[str] = []  # who each output token of the newest request came from, in order
+
+
+class Traced:
+    """Another proposer, watched."""
+
+    source = "traced"
+
+    def __init__(self, inner: HostDrafts) -> None:
+        self._inner = inner
+        self.sources = inner.sources
+        self._sources: dict[Key, Sequence[str]] = {}  # of each newest draft
+
+    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+        """What the other one proposes."""
+        for turn in turns:
+            output = len(turn.tokens) - turn.prompt_len
+            told.extend([TARGET] * (output - len(told)))
+        drafts = self._inner.propose(turns)
+        for turn, draft in zip(turns, drafts, strict=True):
+            self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
+        return drafts
+
+    def observe(self, key: Key, verified: int, matched: int) -> None:
+        """The first `matched` tokens of the step are the draft's."""
+        told.extend(self._sources.get(key, ())[:matched])
+        self._inner.observe(key, verified, matched)
+
+    def timed(self, rows: int, seconds: float) -> None:
+        """The other one learns."""
+        self._inner.timed(rows, seconds)
+
+    def forget(self, key: Key) -> None:
+        """The request is over; what was noted stays."""
+        self._sources.pop(key, None)
+        self._inner.forget(key)
+
+
+def make(config: ResolvedConfig, kind: str) -> Traced | None:
+    """As served.make, watched."""
+    inner = served.make(config, kind)
+    return None if inner is None else Traced(inner)
