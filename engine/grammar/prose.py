@@ -23,17 +23,20 @@ class Prose:
 
     trigger: bytes  # empty: only the opening matters
     tail: bytes = b""
-    opening: bytes = b""  # not empty while the tail is the whole text and may become this
+    opening: bytes = b""  # not empty while the tail is the whole text and may become this, perhaps
+    # behind a line break
 
     def after(self, piece: bytes) -> Prose | None:
         """The text with `piece` behind it; None when that completes the trigger or the opening."""
         text = self.tail + piece
         if self.trigger and self.trigger in text:
             return None
-        if self.opening and text.startswith(self.opening):
-            return None
-        if self.opening and self.opening.startswith(text):
-            return Prose(self.trigger, text, self.opening)
+        if self.opening:
+            begun = text.removeprefix(b"\n")
+            if begun.startswith(self.opening):
+                return None
+            if self.opening.startswith(begun):
+                return Prose(self.trigger, text, self.opening)
         return Prose(self.trigger, text[-max(len(self.trigger) - 1, 3) :])
 
     def beyond(self, piece: bytes) -> bytes:
@@ -47,7 +50,7 @@ class Prose:
     def key(self) -> Key:
         """Equal for two texts exactly when the same may follow them."""
         if self.opening:
-            return -2, len(self.tail)
+            return (-3 if self.tail[:1] == b"\n" else -2), len(self.tail)
         unfinished = _unfinished(self.tail)
         return (-1, unfinished) if unfinished else (self._overlap(), 0)
 

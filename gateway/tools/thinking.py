@@ -2,8 +2,9 @@
 
     <think>reasoning</think>text and calls
 
-Where the chat template already wrote `<think>`, the output begins inside of the section.  What
-looks like a call in there is reasoning: the layout's grammar and scanner begin behind it.
+Where the chat template already wrote `<think>`, the output begins inside of the section; GLM-4.5
+writes a line break before it.  What looks like a call in there is reasoning: the layout's grammar
+and scanner begin behind it.
 """
 
 from __future__ import annotations
@@ -112,14 +113,15 @@ class Thinking:
     def _thoughts(self, *, free: bool) -> Sequence[str]:
         """The rules of a section; `free`: the output may also end within it."""
         ids = dict(self.ids)
-        opening = f"<[{ids[OPEN]}]>" if OPEN in ids else f'"{OPEN}"'
+        # As text it is one lexeme: the longest is taken, and free text may begin with a line break.
+        opening = f'<[{ids[OPEN]}]> | "\\n" <[{ids[OPEN]}]>' if OPEN in ids else f"/\\n?{OPEN}/"
         if CLOSE in ids:
             rules = [f"closed: THOUGHT <[{ids[CLOSE]}]>", f"THOUGHT: {_ANY}"]
         else:
             without_end = f"{_ANY} & ~/(.|\\n)*{CLOSE.replace('/', chr(92) + '/')}(.|\\n)*/"
             rules = [f'closed[lazy]: {_ANY} "{CLOSE}"', f"THOUGHT: {without_end}"]
         ways = "closed inner | THOUGHT" if free else "closed /[ \\n]{0,4}/ inner"
-        return [f"thought: {opening} thought_rest", f"thought_rest: {ways}", *rules]
+        return [f"thought: ({opening}) thought_rest", f"thought_rest: {ways}", *rules]
 
     def scanner(self, tools: Sequence[Tool] = ()) -> ThinkingScanner:
         """A fresh scanner for one choice; without tools nothing is a call."""
@@ -135,7 +137,7 @@ class Thinking:
 def _unopened(rule: str) -> str:
     """A rule of free text, which cannot start with a section."""
     if rule.startswith(("TEXT:", "head")):
-        return rule.replace(_ANY, f"({_ANY} & ~/{OPEN}(.|\\n)*/)", 1)
+        return rule.replace(_ANY, f"({_ANY} & ~/\\n?{OPEN}(.|\\n)*/)", 1)
     return rule
 
 
@@ -216,10 +218,11 @@ class ThinkingScanner:
         return events + (self._layout.close() if self._layout is not None else [])
 
     def _start(self) -> None:
-        if self._held.startswith(self._opening):
-            self._held = self._held[len(self._opening) :]
+        held = self._held.removeprefix("\n")
+        if held.startswith(self._opening):
+            self._held = held[len(self._opening) :]
             self._step = "inside"
-        elif not self._opening.startswith(self._held):
+        elif not self._opening.startswith(held):
             self._step = "out"
 
     def _think(self, events: list[Event]) -> None:

@@ -53,30 +53,38 @@ def _joined(events: list[Event]) -> list[Any]:
     return out
 
 
+@pytest.mark.parametrize("before", ["", "\n"])  # as GLM-4.5 writes it
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_leading_section_is_reasoning_and_what_follows_is_the_layouts(name: str) -> None:
+def test_a_leading_section_is_reasoning_and_what_follows_is_the_layouts(
+    name: str, before: str
+) -> None:
     fmt = Thinking(load(name))
     call = fmt.write([("add", '{"a": 1}')])
-    thought = f"{OPEN}\nHm <b> {call} </thin\n{CLOSE}\n\n"
+    thought = f"{before}{OPEN}\nHm <b> {call} </thin\n{CLOSE}\n\n"
     said = [["thought", f"Hm <b> {call} </thin\n"]]
     assert told(fmt, thought + "Yes.") == [*said, ["text", "Yes."]]
     assert told(fmt, thought + call) == [*said, ["call", "add"]]
-    assert told(fmt, thought.removeprefix(OPEN) + call, inside=True) == [*said, ["call", "add"]]
+    behind_it = thought.removeprefix(before + OPEN)
+    assert told(fmt, behind_it + call, inside=True) == [*said, ["call", "add"]]
     assert told(fmt, call) == [["call", "add"]]
     assert told(fmt, f"Say {OPEN} x {CLOSE}") == [["text", f"Say {OPEN} x {CLOSE}"]]
     assert told(fmt, f"{OPEN}cut </th") == [["thought", "cut </th"]]
-    assert told(fmt, "<thin") == [["text", "<thin"]]
+    assert told(fmt, f"{before}<thin") == [["text", f"{before}<thin"]]
+    assert told(fmt, f"\n{before}{before}{OPEN}a")[0][0] == ("text" if before else "thought")
     assert told(fmt, thought + call, tools=()) == [*said, ["text", call]]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_grammar_begins_behind_the_section(name: str, choice: Any, inside: bool) -> None:
+@pytest.mark.parametrize("before", ["", "\n"])
+def test_the_grammar_begins_behind_the_section(
+    name: str, choice: Any, inside: bool, before: str
+) -> None:
     fmt = Thinking(load(name))
     grammar = Grammar(fmt.grammar([TOOL], choice, True), "tools", fmt.begin, fmt.opening)
     lark = (behind(grammar) if inside else grammar).lark
-    start = "" if inside else OPEN
+    start = "" if inside else before + OPEN
     call, wrong = (fmt.write([("add", f'{{"a": {n}}}')]) for n in (1, 77))
 
     def fits(text: str) -> bool:
@@ -100,7 +108,8 @@ def test_marks_that_are_control_tokens_are_bound() -> None:
     seen = {mark: fmt.stand_ins[id] for mark, id in ids.items()}
     call = fmt.write([("add", '{"a": 1}')])
     text = f"{seen[OPEN]}see {CLOSE} {call}{seen[CLOSE]}\n\n"
-    assert told(fmt, text + call) == [["thought", f"see {CLOSE} {call}"], ["call", "add"]]
+    said = [["thought", f"see {CLOSE} {call}"], ["call", "add"]]
+    assert told(fmt, text + call) == told(fmt, "\n" + text + call) == said
     assert told(fmt, text + f"a{seen[OPEN]}b", tools=()) == [
         ["thought", f"see {CLOSE} {call}"], ["text", "ab"]
     ]  # fmt: skip
@@ -109,8 +118,9 @@ def test_marks_that_are_control_tokens_are_bound() -> None:
         compiler = Compiler(tokenizer_json, 261, [EOS])
         inner = [*f"see {CLOSE} {call}".encode()]
         tokens = [ids[OPEN], *inner, ids[CLOSE], *call.encode()]
-        assert takes(compiler, lark, tokens)
-        assert not takes(compiler, lark, tokens[:-1])
+        for before in ("", "\n"):
+            assert takes(compiler, lark, [*before.encode(), *tokens])
+            assert not takes(compiler, lark, [*before.encode(), *tokens[:-1]])
         assert takes(compiler, lark, f"{OPEN}a") == (choice == "auto")
 
 
@@ -130,11 +140,13 @@ def speaking(text: str, template: str) -> Gateway:
     return Gateway.open(GatewayConfig(), link, prompts, "tiny")
 
 
-@pytest.mark.parametrize("opened", [False, True])
-def test_reasoning_is_told_from_the_content_whoever_opened_the_section(opened: bool) -> None:
+@pytest.mark.parametrize(("opened", "before"), [(False, ""), (False, "\n"), (True, "")])
+def test_reasoning_is_told_from_the_content_whoever_opened_the_section(
+    opened: bool, before: str
+) -> None:
     template = TEMPLATE + (f"{OPEN}\n" if opened else "")
     call = load("hermes").write([("add", '{"a": 1}')])
-    said = f"{'' if opened else OPEN}Think.{CLOSE}\n\n"
+    said = f"{before}{'' if opened else OPEN}Think.{CLOSE}\n\n"
     for fields, rest, content in (({}, "Yes.", "Yes."), ({"tools": [ADD]}, call, None)):
         gateway = speaking(said + rest, template)
         (choice,) = post(gateway, **fields).json()["choices"]
