@@ -95,10 +95,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ref-recursive": record({"root": {"$ref": "#/$defs/node"}}, **{"$defs": {"node": _NODE}}),
 }
 
-#: Ten odd ones: schema, and the (code, pointer, keyword) it is refused with when strict.
-#: what no grammar can promise of `x`
+#: What no grammar can promise of `x`.
 UNIQUE = record({"x": {"type": "array", "items": whole(1, 3), "maxItems": 3, "uniqueItems": True}})
 
+#: Ten odd ones: schema, and the (code, pointer, keyword) it is refused with when strict.
 ODD: dict[str, tuple[dict[str, Any], tuple[str, str, str] | None]] = {
     "lookahead-pattern": (
         record({"x": {"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{4}$"}}),

@@ -69,10 +69,13 @@ def _missing(document: Document, pointer: str, founded: set[str]) -> tuple[str, 
     if pointer in document.refs and document.refs[pointer] not in founded:
         return "$ref", document.refs[pointer]
     for i, part in enumerate(node.get("allOf", ())):
-        if (gone := _gone(part, f"{pointer}/allOf/{i}", founded)) is not None:
+        if (gone := _gone(document, part, f"{pointer}/allOf/{i}", founded)) is not None:
             return "allOf", gone or None
     for key in ("anyOf", "oneOf"):
-        parts = [_gone(p, f"{pointer}/{key}/{i}", founded) for i, p in enumerate(node.get(key, ()))]
+        parts = [
+            _gone(document, part, f"{pointer}/{key}/{i}", founded)
+            for i, part in enumerate(node.get(key, ()))
+        ]
         if parts and None not in parts:
             return key, next((one for one in parts if one), None)
     if "const" in node or "enum" in node:
@@ -82,20 +85,24 @@ def _missing(document: Document, pointer: str, founded: set[str]) -> tuple[str, 
     if not kinds or not kinds <= _HOLDERS:
         return None
     lacks = {"object": _property, "array": _item}
-    found = [lacks[kind](node, pointer, founded) for kind in sorted(kinds)]
+    found = [lacks[kind](document, pointer, founded) for kind in sorted(kinds)]
     return None if None in found else found[0]
 
 
-def _gone(part: object, pointer: str, founded: set[str]) -> str | None:
-    """The pointer of a part without a value, "" for `false`; None for one with a value."""
+def _gone(document: Document, part: object, pointer: str, founded: set[str]) -> str | None:
+    """The pointer of a part without a value, "" for `false`; None for one with a value.
+
+    Parts that no schema of a request wrote are none of the document's: rules for texts.
+    """
     if isinstance(part, dict):
-        return None if pointer in founded else pointer
+        return None if pointer in founded or pointer not in document.nodes else pointer
     return "" if part is False else None
 
 
 def _property(
-    node: dict[str, object], pointer: str, founded: set[str]
+    document: Document, pointer: str, founded: set[str]
 ) -> tuple[str, str | None] | None:
+    node = document.nodes[pointer]
     named = node.get("properties", {})
     assert isinstance(named, dict), "a well-formed schema"
     required = node.get("required", ())
@@ -104,20 +111,21 @@ def _property(
         at, part = f"{pointer}/properties/{escape(name)}", named.get(name, True)
         if name not in named and "patternProperties" not in node:
             at, part = f"{pointer}/additionalProperties", node.get("additionalProperties", True)
-        if (gone := _gone(part, at, founded)) is not None:
+        if (gone := _gone(document, part, at, founded)) is not None:
             return "required", gone or None
     return None
 
 
 def _item(
-    node: dict[str, object], pointer: str, founded: set[str]
+    document: Document, pointer: str, founded: set[str]
 ) -> tuple[str, str | None] | None:
+    node = document.nodes[pointer]
     least, first = node.get("minItems", 0), node.get("prefixItems", [])
     assert isinstance(least, int) and isinstance(first, list), "a well-formed schema"
     for i, part in enumerate(first[:least]):
-        if (gone := _gone(part, f"{pointer}/prefixItems/{i}", founded)) is not None:
+        if (gone := _gone(document, part, f"{pointer}/prefixItems/{i}", founded)) is not None:
             return "minItems", gone or None
     if least > len(first):
-        gone = _gone(node.get("items", True), f"{pointer}/items", founded)
+        gone = _gone(document, node.get("items", True), f"{pointer}/items", founded)
         return None if gone is None else ("minItems", gone or None)
     return None

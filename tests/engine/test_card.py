@@ -153,7 +153,8 @@ def test_drafts_of_any_length_change_no_bit(rig, kind):
             found = rig.run(*asks)
         assert 14 < seen.rows <= ROWS
         assert not differing(found, wanted), k
-    accepted, drafted = rig.engine.guessing.accepted - accepted, rig.engine.guessing.drafted - drafted
+    guessing = rig.engine.guessing
+    accepted, drafted = guessing.accepted - accepted, guessing.drafted - drafted
     assert drafted > 100 and (accepted > 100 or kind == "random")
     record("drafts = none", f"{rig.name}, {kind}, k = 1..8: {8 * tokens_of(wanted)} tokens, "
                             f"{accepted} of {drafted} drafts accepted: 0 differ")

@@ -6,25 +6,25 @@ import msgspec
 import pytest
 import torch
 
-from engine.config import DEFAULTS, BadConfig, EngineConfig, ResolvedConfig
+from engine.config import DEFAULTS, BadConfig, EngineConfig, Limits, ResolvedConfig
 from engine.device import pick
 
 
 def limits(config: EngineConfig) -> tuple[float | None, ...]:
-    return config.max_sequences, config.max_batch_tokens, config.mixed_tokens, config.max_gap_s
+    return tuple(getattr(config, name) for name in Limits._fields)
 
 
 @pytest.mark.parametrize("kind", list(DEFAULTS))
 def test_what_is_left_open_is_filled_in_by_the_device(kind):
     config = EngineConfig(model="m").check()
-    assert limits(config) == (None, None, None, None)
+    assert limits(config) == (None,) * len(Limits._fields)
     assert limits(config.resolved(kind)) == DEFAULTS[kind]
 
 
 def test_what_is_given_stays_on_every_device_and_resolving_twice_changes_nothing():
     config = EngineConfig(model="m", max_sequences=7, mixed_tokens=9, dtype="float32", threads=3)
     resolved = config.resolved("cuda")
-    assert limits(resolved) == (7, DEFAULTS["cuda"].max_batch_tokens, 9, 0.0)
+    assert limits(resolved) == (7, DEFAULTS["cuda"].max_batch_tokens, 9, 0.0, 7)
     assert (resolved.model, resolved.dtype, resolved.threads) == ("m", "float32", 3)
     assert resolved.resolved("cpu") == resolved
 

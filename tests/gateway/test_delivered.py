@@ -12,9 +12,8 @@ from engine.messages import Out, Submit
 from gateway.state import Gateway
 from tests.asking import ADD, PlayedLink, cut, open_gateway, post, saying
 from tests.cases import AGE, MORE, call, written
-from tests.schemas import ODD, record, tool, whole
+from tests.schemas import UNIQUE, record, tool, whole
 
-UNIQUE = ODD["uniqueItems"][0]
 PICK = tool("pick", UNIQUE, strict=False)
 FREE = {"type": "json_schema", "json_schema": {"name": "x", "schema": UNIQUE}}
 POINTER = "pointer=/properties/x/uniqueItems"
