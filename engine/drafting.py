@@ -26,7 +26,7 @@ def guess(
     `drawn` are the target's tokens of each row, `taps` [N, taps * hidden] what the tapped layers
     gave for the flat tokens, `size` is tokens a block.
     """
-    true = features(plan, drawn, taps, size, max_drafts)
+    true = features(plan, drawn, taps, size, max_drafts, head.source)
     head.extend(true)
     depth = int(true.limits.max())
     steps = [head.step(true, i) for i in range(depth)]
@@ -46,14 +46,17 @@ def matched(draft: tuple[int, ...], drawn: list[int]) -> int:
 
 
 def features(
-    plan: Plan, drawn_rows: list[list[int]], taps: Tensor, size: int, max_drafts: int
+    plan: Plan, drawn_rows: list[list[int]], taps: Tensor, size: int, max_drafts: int, source: str
 ) -> Features:
-    """The rows whose features are true: whole chunks, and the accepted part of verified rows."""
+    """The rows whose features are true: whole chunks, and the accepted part of verified rows.
+
+    A request that wants no drafts of this `source` is extended, and drafts nothing.
+    """
     rows: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    starts, counts, tables, last, limits = [], [], [], [], []
+    starts, counts, tables, last, limits, first = [], [], [], [], [], []
     begin = 0
     for share, drawn in zip(plan.rows, drawn_rows, strict=True):
         seq, right = share.seq, 0
@@ -69,11 +72,14 @@ def features(
         positions += range(share.start, share.start + count)
         after = range(share.start + 1, share.start + count + 1)
         slots += [ids[p // size] * size + p % size for p in after]
+        first.append(known[share.start])
         starts.append(share.start)
         counts.append(count)
         tables.append(ids)
         last.append(len(rows) - 1)
-        limits.append(max(0, min(max_drafts, seq.remaining - right - 2)) if share.last else 0)
+        wanted = share.last and seq.submit.drafts in ("auto", source)
+        most = min(max_drafts, seq.submit.max_drafts, seq.remaining - right - 2)
+        limits.append(max(0, most) if wanted else 0)
         begin += share.count
     device = taps.device
     ints = partial(torch.tensor, dtype=torch.int64, device=device)
@@ -84,6 +90,7 @@ def features(
             ints(slots), starts, counts, tables, ints([]), [0] * len(counts),
         ),
         hidden=taps.index_select(0, ints(rows)),
+        first=ints(first),
         last=ints(last),
         seeds=ints([_signed(seq.sampling.seed) for seq in seqs]),
         choices=ints([seq.index for seq in seqs]),

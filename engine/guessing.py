@@ -111,6 +111,11 @@ class Guessing:
         if self.host is not None and seconds > 0 and _decodes(plan):
             self.host.timed(plan.tokens, seconds)
 
+    def ended(self, session: bytes) -> None:
+        """A session is over."""
+        if self.host is not None:
+            self.host.ended(session)
+
     def forget(self, seq: Sequence) -> None:
         """The sequence is over."""
         if self.host is not None:

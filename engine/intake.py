@@ -60,10 +60,12 @@ class Intake:
         compiler: Compiler,
         forget: Callable[[Sequence], None],
         lacks: Callable[[Submit], str],
+        over: Callable[[bytes], None],
     ) -> None:
         """`forget` takes an aborted sequence out everywhere, and calls `ended` after the last.
 
-        `lacks` says why the device cannot run a request, or nothing when it can.
+        `lacks` says why the device cannot run a request, or nothing when it can; `over` hears of
+        sessions that ended.
         """
         self.inbox: queue.SimpleQueue[ToEngine | _CompileDone] = queue.SimpleQueue()
         self.compiling: dict[str, Submit] = {}
@@ -71,7 +73,7 @@ class Intake:
         self.prompt_tokens = 0  # of all requests that were queued
         self.refused = 0  # requests whose shortest output is longer than their max_tokens
         self._hello, self._scheduler, self._sessions = hello, scheduler, sessions
-        self._compiler, self._forget, self._lacks = compiler, forget, lacks
+        self._compiler, self._forget, self._lacks, self._over = compiler, forget, lacks, over
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
         self._soonest = inf  # monotonic: no deadline is before it
 
@@ -118,6 +120,7 @@ class Intake:
                 self._scheduler.paused.discard(request)
             case SessionEnd(session=session):
                 self._sessions.ended(session)
+                self._over(session)
             case _:
                 raise TypeError(f"engine got {type(message).__name__}; expected a ToEngine message")
         return []

@@ -92,7 +92,7 @@ class Engine:
         )
         self.intake = Intake(
             parts.hello, self.scheduler, parts.sessions, parts.compiler, self._forget,
-            parts.runner.lacks,
+            parts.runner.lacks, self.guessing.ended,
         )
         self.inbox = self.intake.inbox
         self._compiler, self._masks = parts.compiler, parts.masks

@@ -65,6 +65,9 @@ class HostDrafts(Protocol):
     def forget(self, key: Key) -> None:
         """The sequence ended or was dropped."""
 
+    def ended(self, session: bytes) -> None:
+        """A session is over: nothing that it said may be kept."""
+
 
 def proposer(config: ResolvedConfig, kind: str) -> HostDrafts | None:
     """What `config.proposer` makes for a device of this kind; the engine knows no names."""
@@ -86,6 +89,7 @@ class Features:
 
     batch: Batch  # tokens = the consumed tokens, positions = i, slots = slot of i+1
     hidden: Tensor  # [rows, taps * hidden]
+    first: Tensor  # [sequences] int64: the token at each sequence's first position of the step
     last: Tensor  # [sequences] int64: the row that each sequence drafts from
     seeds: Tensor  # [sequences] int64 request seeds, for drafting with the target's own noise
     choices: Tensor  # [sequences] int64
@@ -101,7 +105,8 @@ class DeviceDraft(Protocol):
     """
 
     source: str
-    taps: tuple[int, ...]  # the target layers whose outputs `Features.hidden` concatenates
+    taps: tuple[int, ...]  # the target layers whose outputs `Features.hidden` concatenates, rising;
+    # -1 = the embedding
 
     def reserve(self, blocks: int, size: int, dtype: object, device: object) -> None:
         """Allocate KV for `blocks` blocks of `size` slots; called once, before the first extend."""

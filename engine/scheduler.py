@@ -94,7 +94,9 @@ class Scheduler:
             return None
         parent = hits[-1].key if hits else root
         assert parent is not None
-        return self.pool.match_part(parent, tokens[len(hits) * self.pool.size : -1])
+        found = self.pool.match_part(parent, tokens[len(hits) * self.pool.size : -1])
+        back = self.lookahead > 0  # a device draft keeps features of whole blocks only
+        return (found[0], found[1] - back) if found else None
 
     # ---- plan ------------------------------------------------------------------------------------
 
@@ -314,6 +316,7 @@ class Scheduler:
             seq.drop_draft()
         if accepted.forced:
             seq.replace()
+            seq.computed -= self.lookahead > 0  # a device draft consumed what had been drawn
         self._publish(seq)
         if seq.siblings:
             self._fork(seq)

@@ -66,6 +66,11 @@ class Hybrid:
         if self._suffix is not None:
             self._suffix.forget(key)
 
+    def ended(self, session: bytes) -> None:
+        """A session is over."""
+        if self._suffix is not None:
+            self._suffix.ended(session)
+
     def _offer(self, turn: Turn) -> Offer:
         tokens: list[int] = []
         survival: list[float] = []

@@ -174,6 +174,11 @@ class Sessions:
         while self.nbytes > self._total and self._named:
             self._evict(self._named.popitem(last=False)[1])
 
+    def end(self, name: bytes) -> None:
+        """The session is over: what it said is dropped, in whichever namespace."""
+        for key in [key for key in self._named if key[1] == name]:
+            self._evict(self._named.pop(key))
+
     def _holds(self, session: Session) -> bool:
         return session.key is not None and self._named.get(session.key) is session
 

@@ -210,6 +210,10 @@ class SuffixDrafts:
                 del self._requests[key[0]]
         self._sessions.leave(session)
 
+    def ended(self, session: bytes) -> None:
+        """The session is over: nothing that it said is kept."""
+        self._sessions.end(session)
+
     def _begin(self, turn: Turn) -> _Choice:
         self.forget(turn.key)
         request = self._requests.get(turn.key[0])

@@ -52,6 +52,10 @@ class Traced:
         self._sources.pop(key, None)
         self._inner.forget(key)
 
+    def ended(self, session: bytes) -> None:
+        """The other one forgets, too."""
+        self._inner.ended(session)
+
 
 def make(config: ResolvedConfig, kind: str) -> Traced | None:
     """As served.make, watched."""

@@ -32,6 +32,9 @@ class OneByOne:
     def forget(self, key: Key) -> None:
         pass
 
+    def ended(self, session: bytes) -> None:
+        pass
+
 
 class RandomDrafts(OneByOne):
     """Uniform ids, of any length up to the limit."""

@@ -54,9 +54,12 @@ class CpuAttention:
     """Attention of a batch, one instance a runner; `prepare` before the layers of each step."""
 
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, size: int, dtype: torch.dtype
-    ) -> None:
+        self, heads: int, kv_heads: int, head_dim: int, size: int, dtype: torch.dtype,
+        first: int = 0,
+    ) -> None:  # fmt: skip
+        """`size` is tokens a block, `first` the first position that a sequence has KV of."""
         self.heads, self.kv_heads, self.head_dim, self.size = heads, kv_heads, head_dim, size
+        self.first = first
         self.dtype = dtype
         self.scale = head_dim**-0.5
         group = heads // kv_heads
@@ -118,7 +121,7 @@ class CpuAttention:
             start = batch.starts[i]
             limits.append([*range(start, start + count), *[start] * pad])
         columns = torch.arange(blocks * self.size)
-        seen = columns <= torch.tensor(limits)[:, :, None, None]
+        seen = (columns >= self.first) & (columns <= torch.tensor(limits)[:, :, None, None])
         mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, -torch.inf)
         plain = whole and all(batch.counts[i] == width for i in rows)
         halves = torch.tensor(table).view(-1) * 2
@@ -175,13 +178,13 @@ class CpuAttention:
 
     def _run_chunk(self, query: Tensor, paged: Tensor, chunk: _Chunk) -> Tensor:
         count, kv_heads, dim = chunk.count, self.kv_heads, self.head_dim
-        context = chunk.start + count
+        context = slice(self.first, chunk.start + count)
         shape = (-1, kv_heads, dim)
-        keys = paged.index_select(0, chunk.keys).view(shape)[:context].permute(1, 2, 0)
-        values = paged.index_select(0, chunk.values).view(shape)[:context].transpose(0, 1)
+        keys = paged.index_select(0, chunk.keys).view(shape)[context].permute(1, 2, 0)
+        values = paged.index_select(0, chunk.values).view(shape)[context].transpose(0, 1)
         packed = query.view(count, kv_heads, -1, dim).permute(1, 2, 0, 3) * self.scale
         scores = torch.bmm(packed.reshape(kv_heads, -1, dim), keys)
-        square = scores.view(kv_heads, -1, count, context)[..., chunk.start :]
+        square = scores.view(kv_heads, -1, count, keys.shape[-1])[..., -count:]
         square.add_(chunk.mask)
         mixed = torch.bmm(torch.softmax(scores, dim=-1), values)
         return mixed.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, -1)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class Llama:
-    """Weights and forward pass; `taps` name the layers whose outputs a device draft reads."""
+    """Weights and forward pass; `taps` name the layers whose outputs a device draft reads.
+
+    The output of layer -1 is the embedding.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class Llama:
         """Run all layers on a device's operations; see the Model protocol."""
         eps = self.config.rms_eps
         x = ops.embed(self.embedding)
-        tapped: list[Tensor] = []
+        tapped = [ops.keep(x)] if -1 in self.taps else []
         for i, layer in enumerate(self.layers):
             mixed = ops.attend(i, x, (layer.attention_norm, eps), layer.qkv)
             x = ops.add(x, mixed, layer.out)

@@ -11,7 +11,7 @@ import random
 import msgspec
 import pytest
 
-from engine.messages import Abort, Submit
+from engine.messages import Abort, SessionEnd, Submit
 from speculative.hybrid import Hybrid
 from tests.driver import Run, answers, make
 from tests.exact import DRAWS, GRAMMARS, WAYS, pairwise, preempt_some, requests
@@ -114,3 +114,19 @@ def test_every_source_in_every_way_gives_the_same_tokens(
         assert engine.guessing.verified["prediction"] > 0
     if source in ("forced", "hybrid") and grammar == "json":
         assert engine.guessing.matched["forced"] > 0
+
+
+def test_a_session_that_ended_is_quoted_no_more(folder):
+    said = list(range(30, 90))
+    first, again = (
+        Submit(f"r{turn}", [*said[:3], turn], 8, DRAWS["greedy"], session=b"s" * 16)
+        for turn in range(2)
+    )
+    engine = make(folder, drafts=Eager("suffix"), max_drafts=8)
+    answers(engine, first)
+    texts = engine.guessing.host._suffix._sessions
+    assert texts.nbytes > 0 and len(texts._named) == 1
+    engine.inbox.put(SessionEnd(b"s" * 16))
+    engine.step()
+    assert not texts._named and texts.nbytes == 0
+    answers(engine, again)
