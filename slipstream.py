@@ -44,7 +44,7 @@ LOG = "%(asctime)s %(name)s %(levelname)s %(message)s"
 SETTINGS = Sections(
     {"gateway": GatewayConfig(), "engine": EngineConfig(model=""), "cache": CacheConfig()},
     SHOWN,
-    frozenset({"engine.model", "engine.served_name", "engine.cache", "engine.proposer"}),
+    frozenset(f"engine.{name}" for name in ("model", "served_name", "cache", "proposer", "head")),
     ("tool-call-parser", "chat-template"),
 )
 

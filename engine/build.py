@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
     from engine.model_config import ModelConfig
     from engine.models import Model
-    from engine.proposer import DeviceDraft
+    from engine.proposer import DeviceDraft, HeadMaker
 
 DTYPES = {
     "auto": torch.bfloat16,
@@ -58,6 +58,7 @@ class Parts:
 
     hello: Hello
     runner: StepRunner
+    head: DeviceDraft | None
     pool: BlockPool
     sessions: SessionTable
     compiler: Compiler
@@ -72,10 +73,12 @@ def build(
     progress: Callable[[int, int], None] | None = None,
     timeline: Timeline | None = None,
     drafting: bool = False,
+    maker: HeadMaker | None = None,
 ) -> Parts:
     """Load and allocate; raise BadConfig, BadWeights or MemoryError, with nothing left behind.
 
-    `drafting`: rows will carry draft tokens, of a host proposer or of `head`.
+    `drafting`: rows will carry draft tokens, of a host proposer or of `head`, which `maker` makes
+    when there is none.
     """
     config.check()
     timeline = timeline or Timeline()
@@ -89,7 +92,6 @@ def build(
         check(shape, dtype)
     threads = _threads(config, device)
     kind = family(checkpoint.architecture)
-    taps = head.taps if head is not None else ()
     drafts = config.max_drafts if drafting else 0
     with _brisk(fused(device)), ThreadPoolExecutor(2) as side, _told() as given_up:
         compiler = side.submit(
@@ -103,26 +105,45 @@ def build(
             _keep_freed_memory()
         weights = timeline.run(
             "weights", load, checkpoint, kind.expected(shape), dtype, progress, device)
-        with timeline.span("model"):
-            model = kind(shape, weights, max_len, taps, paired=fused(device))
+        if maker is not None:
+            head = timeline.run("draft", maker.open, shape, weights, max_len, dtype, device)
+        model = timeline.run("model", _model, kind, shape, weights, max_len, head, device)
+        if maker is not None and head is not None:
+            timeline.run("probe", maker.meet, head, model, shape)
         kernels.result()
         make = _gpu_runner if fused(device) else _cpu_runner
         runner = make(model, shape, config, max_len, dtype, device, head, drafts, timeline)
         grammar = compiler.result()
-    blocks = runner.blocks
-    pool = BlockPool(blocks, BLOCK)
-    usable = min(max_len, blocks * BLOCK - runner.lookahead)
+    pool = BlockPool(runner.blocks, BLOCK)
     return Parts(
-        hello=Hello(
-            PROTOCOL, config.served_name or checkpoint.name, shape.vocab, usable, BLOCK, blocks,
-            list(checkpoint.stop_ids), VERSION, config.max_sequences, device.type,
-        ),
+        hello=_hello(config, checkpoint, runner, max_len, device),
         runner=runner,
+        head=head,
         pool=pool,
         sessions=SessionTable(pool, config.cache),
         compiler=grammar,
         masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
         threads=threads,
+    )
+
+
+def _model(
+    kind: type[Model], shape: ModelConfig, weights: dict[str, torch.Tensor], max_len: int,
+    head: DeviceDraft | None, device: torch.device,
+) -> Model:  # fmt: skip
+    return kind(shape, weights, max_len, head.taps if head is not None else (),
+                paired=fused(device))  # fmt: skip
+
+
+def _hello(
+    config: ResolvedConfig, checkpoint: Checkpoint, runner: StepRunner, max_len: int,
+    device: torch.device,
+) -> Hello:  # fmt: skip
+    """What the engine tells its gateways of itself."""
+    usable = min(max_len, runner.blocks * BLOCK - runner.lookahead)
+    return Hello(
+        PROTOCOL, config.served_name or checkpoint.name, checkpoint.config.vocab, usable, BLOCK,
+        runner.blocks, list(checkpoint.stop_ids), VERSION, config.max_sequences, device.type,
     )
 
 

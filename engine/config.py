@@ -55,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_drafts: int | None = None  # draft tokens a sequence and step; None = by device
     speculative: str = "auto"  # who guesses ahead: auto, off, or JSON (speculative/served.py)
     proposer: str = ""  # "module:function" that makes it of this config and the device's kind
+    head: str = ""  # the same for a draft of the device's own (proposer.py: HeadMaker)
     threads: int | None = None  # torch's; None = all cores
     compile_threads: int = 1  # of the grammar pool
     prefix_caching: bool = True  # equal prompts share their blocks

@@ -47,7 +47,7 @@ class Guessing:
         return [*host, *filter(None, [self._device])]
 
     def propose(self, running: Seq[Sequence]) -> None:
-        """Ask the host proposer for all that decode and that the device did not draft for.
+        """Ask the host proposer for all that decode; it sees what the device drafted for them.
 
         One whose newest token only the device knows cannot take a draft; where much would follow
         what is known of it, it is `hosted` from then on: planned when all of it is known.
@@ -73,12 +73,17 @@ class Guessing:
             seq.look_at = len(seq.tokens) + seq.vainly
             if found and not seq.pending:
                 self._keep(seq, draft, self.host.source)
+            seq.guessed = []
 
     def take(self, seq: Sequence, tokens: list[int]) -> None:
         """What the device drafted for a sequence."""
-        most = min(len(tokens), seq.submit.max_drafts)
-        if seq.submit.drafts in ("auto", self._device):
-            self._keep(seq, Draft(tokens[:most]), self._device)
+        tokens = tokens[: seq.submit.max_drafts]
+        if seq.submit.drafts not in ("auto", self._device):
+            return
+        if self.host is not None:
+            seq.guessed = tokens  # it chooses
+        else:
+            self._keep(seq, Draft(tokens), self._device)
 
     def _keep(self, seq: Sequence, draft: Draft, source: str) -> None:
         """Its legal beginning: what the grammar cannot take is not worth a row."""
@@ -145,7 +150,7 @@ def _turn(seq: Sequence, limit: int) -> Turn:
     return Turn(
         seq.key, seq.tokens, seq.prompt_len, limit, submit.session, submit.namespace,
         seq.grammar.forced if seq.grammar is not None else _nothing, submit.predicted,
-        submit.drafts,
+        submit.drafts, seq.guessed,
     )  # fmt: skip
 
 

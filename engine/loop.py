@@ -36,7 +36,7 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.pace import Pace
-from engine.proposer import DeviceDraft, HostDrafts, proposer
+from engine.proposer import DeviceDraft, HostDrafts, head_maker, proposer
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
@@ -78,10 +78,11 @@ class Engine:
         kind = timeline.run("device", pick, config.device).type
         config = config.resolved(kind)
         drafts = drafts or proposer(config, kind)
-        drafting = drafts is not None or head is not None
-        parts = build(config, checkpoint, head, progress, timeline, drafting)
+        maker = head_maker(config, kind) if head is None else None
+        drafting = any(one is not None for one in (drafts, head, maker))
+        parts = build(config, checkpoint, head, progress, timeline, drafting, maker)
         self.config = config
-        self.guessing = Guessing(drafts, head, config.max_drafts)
+        self.guessing = Guessing(drafts, parts.head, config.max_drafts)
         self.hello = replace(parts.hello, draft_sources=self.guessing.sources)
         self.runner: StepRunner = parts.runner
         self.pool, self.sessions = parts.pool, parts.sessions

@@ -7,15 +7,17 @@ never change an answer.  Chains only: token i+1 is proposed after token i.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
     from engine.config import ResolvedConfig
+    from engine.model_config import ModelConfig
+    from engine.models import Model
 
 
 Key = tuple[str, int]  # request id, choice index
@@ -41,6 +43,7 @@ class Turn:
     forced: Callable[[], list[int]]  # tokens that the grammar fixes from here on; may be empty
     predicted: Sequence[int] = ()  # what the caller expects the output to be (OpenAI: prediction)
     mode: str = "auto"  # who may guess: "auto" = anybody, or one source
+    guessed: Sequence[int] = ()  # by the device; the host may propose it, or know better
 
 
 class HostDrafts(Protocol):
@@ -71,11 +74,36 @@ class HostDrafts(Protocol):
 
 def proposer(config: ResolvedConfig, kind: str) -> HostDrafts | None:
     """What `config.proposer` makes for a device of this kind; the engine knows no names."""
-    if not config.proposer:
-        return None
-    module, _, name = config.proposer.partition(":")
-    made: HostDrafts | None = getattr(importlib.import_module(module), name)(config, kind)
+    made: HostDrafts | None = _made(config.proposer, config, kind)
     return made
+
+
+def head_maker(config: ResolvedConfig, kind: str) -> HeadMaker | None:
+    """The same of `config.head`."""
+    made: HeadMaker | None = _made(config.head, config, kind)
+    return made
+
+
+def _made(name: str, config: ResolvedConfig, kind: str) -> Any:
+    if not name:
+        return None
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)(config, kind)
+
+
+class HeadMaker(Protocol):
+    """Makes a device draft, which needs the target: its weights first, itself later."""
+
+    source: str
+
+    def open(
+        self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: Any,
+        device: Any,
+    ) -> DeviceDraft:
+        """Load it beside the target's weights; raise BadCheckpoint or BadWeights."""
+
+    def meet(self, draft: DeviceDraft, model: Model, shape: ModelConfig) -> None:
+        """Look at the loaded target; raise BadCheckpoint if the draft is of no use with it."""
 
 
 @dataclass(frozen=True, slots=True)

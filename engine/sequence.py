@@ -46,6 +46,7 @@ class Sequence:
     gone: bool = False  # dropped: finished, aborted or failed; what still flies for it is wasted
     draft: list[int] = field(default_factory=list)
     sources: Seq[str] = ()  # who guessed each token of it
+    guessed: list[int] = field(default_factory=list)  # by the device, for the host to choose from
     hosted: bool = False  # guesses of the host pay: it gets no row until its newest token is known
     vainly: int = 0  # tokens to wait until the host looks again, after it found nothing
     look_at: int = 0  # tokens at which it does
@@ -115,4 +116,4 @@ class Sequence:
 
     def drop_draft(self) -> None:
         """Forget the guess; a later one may come."""
-        self.draft, self.sources = [], ()
+        self.draft, self.sources, self.guessed = [], (), []

@@ -10,4 +10,5 @@ PROPOSERS: dict[str, str] = {
     "hybrid": "speculative.hybrid:Hybrid",
     "suffix": "speculative.hybrid:suffix",
     "forced": "speculative.hybrid:forced",
+    "eagle3": "speculative.hybrid:device",
 }

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,18 +17,27 @@ from engine.config import BadConfig
 from speculative import PROPOSERS
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from engine.config import EngineConfig, ResolvedConfig
-    from engine.proposer import HostDrafts
+    from engine.model_config import ModelConfig
+    from engine.models import Model
+    from engine.proposer import DeviceDraft, HeadMaker, HostDrafts
+    from speculative.eagle3 import Eagle3
 
 MOST = 64  # draft tokens a sequence and step: more than that never paid
 ROW = {"cpu": 0.04, "cuda": 0.002}  # what a row more costs until it is measured: see length.py
 HERE = "speculative.served:make"
+HEAD = "speculative.served:head"
+HEADED = ("eagle3", "hybrid")  # methods that may have a head
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`--speculative-config`; the names are vLLM's."""
 
     method: str = "hybrid"
+    model: str | None = None  # an EAGLE-3 head: folder or hub id
     num_speculative_tokens: int | None = None
 
 
@@ -42,7 +52,15 @@ def configured(config: EngineConfig) -> EngineConfig:
             f"speculative-config: num_speculative_tokens is {most}; it is 1 to {MOST}. "
             "To draft nothing, use --speculative-config off."
         )
-    changes = {} if most is None else {"max_drafts": most}
+    if (wanted.method == "eagle3") > (wanted.model is not None):
+        raise BadConfig("speculative-config: method eagle3 needs a model: a folder or hub id of an "
+                        'EAGLE-3 head, as in {"method": "eagle3", "model": "./head"}.')
+    if wanted.model is not None and wanted.method not in HEADED:
+        raise BadConfig(f"speculative-config: method {wanted.method} takes no model; leave it out, "
+                        f"or use {' or '.join(HEADED)}.")
+    changes: dict[str, Any] = {} if most is None else {"max_drafts": most}
+    if wanted.model is not None:
+        changes["head"] = HEAD
     return msgspec.structs.replace(config, proposer=config.proposer or HERE, **changes)
 
 
@@ -58,6 +76,49 @@ def make(config: ResolvedConfig, kind: str) -> HostDrafts | None:
     module, _, name = PROPOSERS[wanted.method].partition(":")
     made: HostDrafts = getattr(importlib.import_module(module), name)(ROW[kind])
     return made
+
+
+class _Eagle3:
+    """An EAGLE-3 head on its way; see engine.proposer.HeadMaker."""
+
+    source = "eagle3"
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def open(
+        self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> Eagle3:
+        """Load it; it shares the target's embedding and head where it has none."""
+        from speculative.checkpoint import open_head  # late: torch
+
+        embedding = weights["model.embed_tokens.weight"]
+        last = embedding if shape.tied else weights["lm_head.weight"]
+        return open_head(self._path, shape, embedding, last, max_len, dtype, device)
+
+    def meet(self, draft: DeviceDraft, model: Model, shape: ModelConfig) -> None:
+        """Probe it on what the target writes; raise BadCheckpoint if it is of no use."""
+        from speculative.eagle3 import Eagle3  # late: torch
+        from speculative.probe import probe
+        from speculative.witness import TEXTS, Witness
+
+        assert isinstance(draft, Eagle3), "another maker's draft"
+        witness = Witness(model, shape)  # type: ignore[arg-type]  # every family is Llama's for now
+        step = max(shape.vocab // TEXTS, 1)
+        starts = [[(place * step + step // 2) % shape.vocab] for place in range(TEXTS)]
+        probe(draft.head, witness, witness.write(starts))
+
+
+def head(config: ResolvedConfig, kind: str) -> HeadMaker | None:
+    """What loads the head that is asked for, or None; raise BadConfig."""
+    wanted = _read(config.speculative)
+    if wanted is None or wanted.model is None:
+        return None
+    if kind != "cpu":
+        raise BadConfig("speculative-config: EAGLE-3 heads draft on CPUs only, so far. Leave the "
+                        "model out, or start with --device cpu.")
+    return _Eagle3(wanted.model)
 
 
 def _read(text: str) -> Wanted | None:

@@ -6,14 +6,17 @@ import pytest
 
 from engine.proposer import Turn
 from speculative.forced import ForcedDrafts
-from speculative.hybrid import Hybrid
+from speculative.hybrid import DEVICE, Hybrid
 
 FREE = 1e-9
 TEXT = [*range(10, 30), 5, 6, 7, *range(10, 18)]  # its end stands at the beginning, too
 
 
-def turn(tokens=TEXT, *, forced=(), key=("r", 0), limit=8, predicted=(), mode="auto") -> Turn:
-    return Turn(key, tokens, len(tokens), limit, None, b"", lambda: list(forced), predicted, mode)
+def turn(
+    tokens=TEXT, *, forced=(), key=("r", 0), limit=8, predicted=(), mode="auto", guessed=()
+) -> Turn:
+    return Turn(key, tokens, len(tokens), limit, None, b"", lambda: list(forced), predicted, mode,
+                guessed)  # fmt: skip
 
 
 def test_what_the_grammar_dictates_goes_first_and_what_followed_it_before_goes_behind() -> None:
@@ -99,3 +102,34 @@ def test_what_ended_is_forgotten() -> None:
     hybrid.forget(("r", 0))
     assert list(hybrid._made) == [("s", 1)]
     hybrid.observe(("r", 0), 3, 1)  # a late word about it does no harm
+
+
+FRESH = list(range(40))  # nothing in it stood there before
+
+
+def test_what_the_device_guessed_is_taken_where_the_texts_know_less() -> None:
+    (draft,) = Hybrid(FREE).propose([turn(FRESH, guessed=[50, 51, 52])])
+    assert draft.tokens == [50, 51, 52] and set(draft.sources) == {"eagle3"}
+    (draft,) = Hybrid(FREE).propose([turn(guessed=[50, 51])])  # a long match is likelier to last
+    assert draft.tokens[0] == 18 and set(draft.sources) == {"suffix"}
+
+
+def test_it_goes_on_behind_what_the_grammar_dictates_if_it_guessed_that_too() -> None:
+    agreed, other = Hybrid(FREE).propose([
+        turn(FRESH, forced=[50, 51], guessed=[50, 51, 52]),
+        turn(FRESH, forced=[50, 51], guessed=[50, 60, 52], key=("s", 0)),
+    ])  # fmt: skip
+    assert agreed.tokens == [50, 51, 52]
+    assert list(agreed.sources) == ["forced", "forced", "eagle3"]
+    assert other.tokens == [50, 51] and set(other.sources) == {"forced"}
+
+
+def test_the_device_is_believed_as_far_as_it_was_right_place_by_place() -> None:
+    hybrid = Hybrid(FREE)
+    for _ in range(300):
+        hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
+        hybrid.observe(("r", 0), 2, 1)  # the first is always right, the second never
+    first, second, third, *_ = hybrid._device.chances
+    assert first > 0.9 and second < 0.1 and third == DEVICE[2]
+    dear = hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
+    assert dear[0].tokens[:1] == [50]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from engine.config import BadConfig, EngineConfig
@@ -26,7 +28,8 @@ def test_a_cpu_drafts_by_itself_and_a_gpu_when_it_is_asked_to() -> None:
 
 @pytest.mark.parametrize("method", list(PROPOSERS))
 def test_every_method_is_made_by_its_name(method: str) -> None:
-    assert made(f'{{"method": "{method}"}}').source == "hybrid"
+    config = {"method": method} | ({"model": "x"} if method == "eagle3" else {})
+    assert made(json.dumps(config)).source == "hybrid"
 
 
 def test_the_number_of_tokens_is_the_engines_and_follows_the_device_when_it_is_left_out() -> None:
@@ -41,8 +44,10 @@ def test_the_number_of_tokens_is_the_engines_and_follows_the_device_when_it_is_l
     [
         ("on", "auto, off, or JSON"),
         ('{"method": "sufix"}', "Did you mean suffix?"),
-        ('{"method": "zzz"}', "Known: hybrid, suffix, forced"),
-        ('{"model": "x"}', "unknown field `model`"),
+        ('{"method": "zzz"}', "Known: hybrid, suffix, forced, eagle3"),
+        ('{"modell": "x"}', "unknown field `modell`"),
+        ('{"method": "eagle3"}', "needs a model"),
+        ('{"method": "suffix", "model": "x"}', "suffix takes no model"),
         ('{"num_speculative_tokens": 0}', "it is 1 to 64"),
         ('{"num_speculative_tokens": 65}', "it is 1 to 64"),
         ('{"num_speculative_tokens": "5"}', "Expected `int | null`"),
