@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONTROL = 0xFF  # no UTF-8 text holds this byte
 _CONTROL = re.compile(rb"\xff\[(\d+)\]")
 TEXT_LIMIT = 32_768  # bytes of a plan
-_MASK_STEPS = 8  # what a mask costs, in calls that look at one token
+MASK_STEPS = 8  # what a mask costs, in calls that look at one token
 
 
 class Stuck(Exception):
@@ -115,15 +115,17 @@ class Probe:
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, letters: Letters, steps: int, endless: int
-    ) -> None:
+        self, matcher: llguidance.LLMatcher, letters: Letters, steps: int, endless: int,
+        mask_steps: int = MASK_STEPS,
+    ) -> None:  # fmt: skip
+        """`mask_steps`: what a mask counts as."""
         self._origin = matcher
         self._matcher = matcher.deep_copy()
         self._path: list[int] = []  # tokens that were pushed
         self._letters = letters
         self._token = letters.token
         self._mask = np.zeros((1, (letters.vocabulary.size + 31) // 32), dtype=np.int32)
-        self.steps, self.endless = steps, endless
+        self.steps, self.endless, self._mask_steps = steps, endless, mask_steps
 
     def reach(self, text: bytes) -> int:
         """How many tokens of the text are legal from here."""
@@ -197,8 +199,8 @@ class Probe:
         """Return to where it stood with that depth, though the matcher may have broken since."""
         del self._path[depth:]
         self._matcher = self._origin.deep_copy()
-        moved = self._matcher.consume_tokens(self._path)
-        assert moved, self._matcher.get_error()
+        if not self._matcher.consume_tokens(self._path):
+            raise Stuck  # the lexer, which all copies share, has no room for more states
 
     def _tokens(self, text: bytes) -> list[int]:
         tokens = [self._token[letter] for letter in text]
@@ -211,7 +213,7 @@ class Probe:
 
     def _flags(self) -> NDArray[np.bool_]:
         """Whether each known byte, and each control token, may come next."""
-        self._spend(_MASK_STEPS)
+        self._spend(self._mask_steps)
         fill_next_token_bitmask(self._matcher, self._mask)
         flags: NDArray[np.bool_] = (
             self._mask[0, self._letters.word] >> self._letters.shift & 1
