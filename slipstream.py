@@ -380,6 +380,7 @@ cli.add_command(commands.doctor(_late("engine.doctor", "report")))
 cli.add_command(commands.tokens(_late("engine.checkpoint", "tokenizer_of")))
 cli.add_command(commands.blocks(_late("engine.checkpoint", "tokenizer_of")))
 cli.add_command(commands.grammar(_late("engine.grammar.explain", "Explainer")))
+cli.add_command(_late("speculative.train.command", "train_draft")("gateway.asked:Asker"))
 cli.add_command(commands.worker(_work))
 
 

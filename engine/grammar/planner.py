@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from engine.grammar.broad import shortest
 from engine.grammar.hints import Texts
 from engine.grammar.lexical import ESCAPED, INSIDE, OUTSIDE, after
-from engine.grammar.probe import CONTROL, TEXT_LIMIT, Broken, Probe, Stuck
+from engine.grammar.probe import CONTROL, MASK_STEPS, TEXT_LIMIT, Broken, Probe, Stuck
 from engine.grammar.spelling import FREE, NUMBER, Speller
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 START_STEPS = 60_000  # calls that look at one token, mostly below 1 us each
 STEPS = 10_000
 # The first search from the start goes straight ahead: a hundred long texts take it 120,000 steps
-# and 0.06 s.  Of masks, which may be a hundred times as dear as other steps, it gets fewer.
-AHEAD_STEPS, AHEAD_MASK = 180_000, 40
+# and 0.06 s, a hundred patterns 350,000 and 0.2 s.  Masks, which a hostile pattern makes a hundred
+# times as dear, count for more there.
+AHEAD_STEPS, START_MASK = 400_000, 40
 START_ENDLESS, ENDLESS = 6, 3  # ways without an end, each 40 ms
 _WIDTHS = (32, 12, 6, 4, 3, 3, 2)  # ways tried at a choice, by how many choices it lies within
 _DEPTH = 30  # choices within choices; deeper the first way is taken
@@ -101,11 +102,11 @@ class Planner:
         other = OUTSIDE if here else INSIDE  # free text before may have held an odd quote
         for lexical, guesses in ((here, True), (here, False), (other, True)):
             first = guesses and lexical == here
+            most = steps if first else steps // 2
             if first and state is self._start:
-                probe = Probe(state.matcher, self._letters, AHEAD_STEPS, endless, AHEAD_MASK)
-            else:
-                most = steps if first else steps // 2
-                probe = Probe(state.matcher, self._letters, most, endless)
+                most = AHEAD_STEPS
+            mask = START_MASK if state is self._start else MASK_STEPS
+            probe = Probe(state.matcher, self._letters, most, endless, mask)
             search = _Search(probe, self._speller, self._ends, memory if first else {}, guesses)
             text = search.run(lexical)
             if (plan := self._cut(state, text)) is not None or not search.chose:

@@ -1,0 +1,86 @@
+"""`slipstream train-draft` from the first prompt to a folder that serves, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import slipstream
+from speculative.train import STAGES
+from speculative.train.command import train_draft
+from tests.training import target_folder
+
+SMALL = ("--device", "cpu", "--dtype", "float32", "--shards", "2", "--per-shard", "30",
+         "--max-len", "400", "--kv-bytes", "40000000", "--vocab", "220", "--rows", "2",
+         "--length", "400", "--unroll", "3", "--steps", "6", "--measured", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return target_folder(tmp_path_factory.mktemp("command") / "model")
+
+
+def run(model, out, *options: str):
+    command = train_draft("tests.training:ShortAsker")
+    return CliRunner().invoke(command, [str(model), "--out", str(out), *SMALL, *options],
+                              catch_exceptions=False)
+
+
+def test_all_stages_leave_a_head_and_its_card_and_run_again_for_nothing(model, tmp_path):
+    done = run(model, tmp_path, "--stages", ",".join(STAGES))
+    assert done.exit_code == 0, done.output
+    for stage in STAGES:
+        assert f"{stage}: " in done.output
+    head = tmp_path / "head"
+    config = json.loads((head / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert config["draft_vocab_size"] == 220
+    card = json.loads((head / "card.json").read_text())
+    assert card["steps"] == 6
+    assert {one["drafts"] for one in card["served"]} == {"off", "eagle3", "suffix"}
+    text = (head / "README.md").read_text()
+    assert "tau(4)" in text and "Measured with the engine" in text
+    state = (tmp_path / "state.safetensors").read_bytes()
+    again = run(model, tmp_path)
+    assert "all 2 shards are there" in again.output
+    assert (tmp_path / "state.safetensors").read_bytes() == state
+
+
+def test_a_run_with_no_time_left_says_what_is_to_do(model, tmp_path, monkeypatch):
+    clock = iter([0.0, 1e6])
+    monkeypatch.setattr("speculative.train.command.time.monotonic", lambda: next(clock))
+    done = run(model, tmp_path, "--stages", "generate,vocabulary", "--minutes", "0.1")
+    assert done.exit_code == 0
+    assert done.output == "generate: no time is left; run it again\n"
+    assert not (tmp_path / "vocabulary.json").exists()
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--stages", "generate,trane"), "'trane' is no stage"),
+    (("--minutes", "0"), "0 is not in the range"),
+])
+def test_a_wrong_option_is_one_sentence(model, tmp_path, options, sentence):
+    done = CliRunner().invoke(
+        train_draft("tests.training:ShortAsker"), [str(model), "--out", str(tmp_path), *options])
+    assert done.exit_code == 2
+    assert sentence in done.output
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--steps", "0"), "--steps is 0"),
+    (("--rate", "2"), "--rate is 2.0"),
+    (("--stages", "vocabulary"), "run the stage `generate`"),
+    (("--stages", "optimise"), "run the stage `vocabulary` first"),
+])
+def test_what_cannot_be_names_the_limit_or_the_next_step(model, tmp_path, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run(model, tmp_path, *options)
+
+
+def test_the_command_is_slipstreams():
+    shown = CliRunner().invoke(slipstream.cli, ["train-draft", "--help"])
+    assert shown.exit_code == 0
+    assert "Train an EAGLE-3 draft head" in shown.output
