@@ -13,11 +13,11 @@ from engine.messages import DRAFT_PLACES, DRAFT_SOURCES
 from engine.proposer import Draft, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
 
     from engine.accept import Accepted
     from engine.plan import Plan, Row
     from engine.proposer import DeviceDraft, HostDrafts
+    from engine.scheduler import Scheduler
     from engine.sequence import Sequence
 
 _ORDER = {source: place for place, source in enumerate(DRAFT_SOURCES)}
@@ -46,7 +46,7 @@ class Guessing:
         host = self.host.sources if self.host is not None else ()
         return [*host, *filter(None, [self._device])]
 
-    def propose(self, running: Seq[Sequence]) -> None:
+    def propose(self, scheduler: Scheduler) -> None:
         """Ask the host proposer for all that decode; it sees what the device drafted for them.
 
         One whose newest token only the device knows cannot take a draft; where much would follow
@@ -56,7 +56,7 @@ class Guessing:
             return
         asked: list[Sequence] = []
         turns: list[Turn] = []
-        for seq in running:
+        for seq in scheduler.running:
             limit = min(self._most, seq.remaining - 1, seq.submit.max_drafts)
             if not seq.decoding or seq.draft or limit < 1 or seq.submit.drafts == "off":
                 continue
@@ -66,7 +66,7 @@ class Guessing:
             turns.append(_turn(seq, limit))
         if not turns:
             return
-        for seq, draft in zip(asked, self.host.propose(turns), strict=True):
+        for seq, draft in zip(asked, self.host.propose(turns, _beside(scheduler)), strict=True):
             found = len(draft.tokens)
             seq.hosted = found >= WORTH or (found > 0 and seq.hosted)
             seq.vainly = 0 if found else min(2 * seq.vainly + 1, MOST_WAIT)
@@ -112,8 +112,8 @@ class Guessing:
             self.host.observe(seq.key, min(seen, right + 1), right)
 
     def ran(self, plan: Plan, seconds: float) -> None:
-        """Tell the proposer what a step took in which nothing but decoding was done."""
-        if self.host is not None and seconds > 0 and _decodes(plan):
+        """Tell the proposer what a step took."""
+        if self.host is not None and seconds > 0:
             self.host.timed(plan.tokens, seconds)
 
     def ended(self, session: bytes) -> None:
@@ -136,13 +136,17 @@ def counted(verified: Counter[str], matched: Counter[str]) -> list[int]:
     return found
 
 
+def _beside(scheduler: Scheduler) -> int:
+    """About how many prompt tokens the next step computes."""
+    ahead = sum(seq.want for seq in scheduler.running if not seq.decoding and not seq.draft)
+    if scheduler.active < scheduler.config.max_sequences:
+        ahead += sum(len(seq.tokens) for seq in scheduler.waiting)
+    return min(ahead, scheduler.config.mixed_tokens)
+
+
 def _due(seq: Sequence) -> bool:
     """Time to look whether it is worth waiting for; a look costs as much as a guess."""
     return len(seq.tokens) >= seq.look_at
-
-
-def _decodes(plan: Plan) -> bool:
-    return all(row.last and row.count == len(row.draft) + 1 for row in plan.rows)
 
 
 def _turn(seq: Sequence, limit: int) -> Turn:

@@ -201,7 +201,7 @@ class Engine:
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
             self.guessing.ran(flight.plan, flight.seconds)
             replies += self._commit(flight)
-            self.guessing.propose(self.scheduler.running)
+            self.guessing.propose(self.scheduler)
 
     # ---- supply, commit --------------------------------------------------------------------------
 

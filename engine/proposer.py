@@ -52,18 +52,18 @@ class HostDrafts(Protocol):
     source: str
     sources: tuple[str, ...]  # those of which a request may ask for one alone (Turn.mode)
 
-    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+    def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """Guess what follows each turn's tokens; empty drafts rather than raise.
 
         All sequences that could take a draft in the next step come at once, so that rows can go
-        where they are worth most.
+        where they are worth most; `beside` prompt tokens will be computed in it, too.
         """
 
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
 
     def timed(self, rows: int, seconds: float) -> None:
-        """A step of `rows` rows, all of sequences that decode, took so long."""
+        """A step of `rows` rows took so long."""
 
     def forget(self, key: Key) -> None:
         """The sequence ended or was dropped."""

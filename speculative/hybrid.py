@@ -44,12 +44,12 @@ class Hybrid:
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
         self._made: dict[Key, tuple[int, int]] = {}  # of each newest draft: forced, device's
 
-    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+    def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """The best chain of each, cut where a further row costs more than it brings."""
         offers = [self._offer(turn) for turn in turns]
         if not any(offer.tokens for offer in offers):
             return [Draft([])] * len(turns)
-        lengths = choose(self._times, [offer.survival for offer in offers])
+        lengths = choose(self._times, [offer.survival for offer in offers], beside)
         return [
             self._cut(turn.key, offer, length)
             for turn, offer, length in zip(turns, offers, lengths, strict=True)

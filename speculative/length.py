@@ -3,7 +3,8 @@
 A step verifies n draft tokens of all its sequences together.  It gives a token for each sequence
 and, in the mean, the summed survival of the n; it takes T(n + sequences), which is measured.  The n
 most likely tokens are chosen for the n with the best ratio; survival never grows along a chain, so
-they are prefixes of the chains.  n = 0 is an answer like any other.
+they are prefixes of the chains.  n = 0 is an answer like any other.  Prompt tokens that the step
+computes as well count as much as output: where rows cost what they compute, no guess is worth one.
 
 (Goodput as the aim of speculation: Liu et al., TurboSpec, arXiv 2406.14066.)
 """
@@ -19,6 +20,7 @@ QUICK = 0.25  # how fast the whole curve follows a step: a machine has slow and 
 SLOW = 0.03  # how fast one mark of it does
 WILD = 2.0  # a step is not believed to differ by more than this factor
 MARGIN = 0.03  # a gain below this is within the error of the curve
+PROMPT = 2.0  # what a prompt token counts as: a drafted one costs as much as two, with its own logits
 
 
 class StepTimes:
@@ -69,24 +71,27 @@ def _nearest(rows: int) -> int:
     return MARKS[above]
 
 
-def choose(times: StepTimes, survival: Sequence[Sequence[float]]) -> list[int]:
+def choose(
+    times: StepTimes, survival: Sequence[Sequence[float]], beside: int = 0
+) -> list[int]:
     """How many tokens of each chain to verify, given each token's chance to be reached and right.
 
-    One entry a sequence that decodes in the step, empty for those without a draft.
+    One entry a sequence that decodes in the step, empty for those without a draft; `beside` prompt
+    tokens are computed in it.
     """
     slots = sorted(
         ((chance, -place, i) for i, chain in enumerate(survival)
          for place, chance in enumerate(_falling(chain))), reverse=True,
     )  # fmt: skip
-    base = len(survival)
-    best, taken = base / times(base) * (1 + MARGIN), 0
-    gained = float(base)
+    base = len(survival) + beside
+    gained = len(survival) + PROMPT * beside
+    best, taken = gained / times(base) * (1 + MARGIN), 0
     for n, (chance, _, _) in enumerate(slots, 1):
         gained += chance
         rate = gained / times(base + n)
         if rate > best:
             best, taken = rate, n
-    lengths = [0] * base
+    lengths = [0] * len(survival)
     for _, _, i in slots[:taken]:
         lengths[i] += 1
     return lengths

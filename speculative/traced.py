@@ -28,12 +28,12 @@ class Traced:
         self.sources = inner.sources
         self._sources: dict[Key, Sequence[str]] = {}  # of each newest draft
 
-    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+    def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """What the other one proposes."""
         for turn in turns:
             output = len(turn.tokens) - turn.prompt_len
             told.extend([TARGET] * (output - len(told)))
-        drafts = self._inner.propose(turns)
+        drafts = self._inner.propose(turns, beside)
         for turn, draft in zip(turns, drafts, strict=True):
             self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
         return drafts

@@ -20,7 +20,7 @@ class OneByOne:
 
     sources = ()
 
-    def propose(self, turns: Sequence[Turn]) -> list[Draft]:
+    def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         return [self.guess(turn) for turn in turns]
 
     def observe(self, key: Key, verified: int, matched: int) -> None:

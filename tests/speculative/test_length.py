@@ -97,3 +97,11 @@ def test_before_a_step_was_measured_the_belief_decides() -> None:
 def test_a_chain_that_rises_again_is_still_taken_from_its_beginning() -> None:
     assert choose(learned(knee, MARKS), [[0.1, 0.9, 0.9]]) == [3]
     assert choose(learned(line, MARKS), [[0.01, 0.9, 0.9]]) == [0]
+
+
+def test_beside_prompts_that_cost_what_they_compute_nothing_is_drafted() -> None:
+    likely = [0.99] * 8
+    assert choose(learned(line, MARKS), [likely] * 4, 192) == [0] * 4
+    assert sum(choose(learned(line, MARKS), [likely] * 4)) > 0
+    assert choose(learned(knee, MARKS), [likely] * 4, 64) == [8] * 4  # there rows are free
+    assert sum(choose(learned(knee, MARKS), [likely] * 4, 512)) == 0
