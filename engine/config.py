@@ -28,7 +28,7 @@ class Limits(NamedTuple):
 # up to about 128 rows are read-bound, and what more of them cost differs by a factor of ten from
 # model to model: there it is measured.
 DEFAULTS = {
-    "cpu": Limits(64, 512, 192, 0.0, 16),
+    "cpu": Limits(64, 512, 192, 0.0, 15),
     "cuda": Limits(256, 2048, WHOLE_BATCH, 0.02, 7),
 }
 

@@ -23,19 +23,27 @@ class Linear:
     otherwise do in every call: the same bits, 1.4-1.8 times faster up to 16 rows (a SmolLM2 layer's
     four products at one row: 311 -> 205 us on two cores).  Those operators are what torch's own
     compiler emits; where a build lacks them the plain product is used.
+
+    There a row's bits do not depend on the rows beside it, but for one that is alone: for long rows
+    oneDNN has another kernel then.  Where that shows, a lone row is computed twice over, so that a
+    decode with drafts is the one without, bit for bit, in steps whose sequences have at most 16
+    rows each (engine/attention/cpu.py).  It costs 1 % of a step.
     """
 
-    __slots__ = ("bias", "packed", "weight")
+    __slots__ = ("bias", "differs_alone", "packed", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """`weight` [out, in] is let go when it could be packed."""
         self.bias = bias
         self.packed = _pack(weight)
         self.weight = weight if self.packed is None else None
+        self.differs_alone = self.packed is not None and _differs_alone(self.packed, weight.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply it to rows of the weight's type."""
         if self.packed is not None:
+            if self.differs_alone and len(x) == 1:
+                return self(x.expand(2, -1))[:1]
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.packed, self.bias, "none", [], ""
             )
@@ -54,6 +62,28 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+
+
+_ALONE: dict[tuple[int, int, int], bool] = {}  # by shape and torch's threads
+LOOKS = 64  # rows compared: at SmolLM2's down projection 2 to 5 of them differ
+DEAR = 1 << 23  # numbers of a weight from which on it is looked at less
+
+
+def _differs_alone(packed: Tensor, shape: torch.Size) -> bool:
+    """Whether some of many random rows has other bits alone than beside another."""
+    out, inside = shape
+    key = out, inside, torch.get_num_threads()
+    if key not in _ALONE:
+        count = LOOKS if out * inside < DEAR else LOOKS // 8
+        noise = torch.Generator().manual_seed(0)
+        rows = torch.randn(count, inside, generator=noise).to(torch.bfloat16)
+        product = torch.ops.mkldnn._linear_pointwise
+        beside = product(rows, packed, None, "none", [], "")
+        _ALONE[key] = any(
+            not torch.equal(product(row[None], packed, None, "none", [], "")[0], among)
+            for row, among in zip(rows, beside, strict=True)
+        )
+    return _ALONE[key]
 
 
 def _pack(weight: Tensor) -> Tensor | None:

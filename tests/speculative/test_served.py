@@ -36,7 +36,7 @@ def test_the_number_of_tokens_is_the_engines_and_follows_the_device_when_it_is_l
     given = configured(EngineConfig(model="m", speculative='{"num_speculative_tokens": 5}'))
     assert given.resolved("cpu").max_drafts == given.resolved("cuda").max_drafts == 5
     left = configured(EngineConfig(model="m"))
-    assert (left.resolved("cpu").max_drafts, left.resolved("cuda").max_drafts) == (16, 7)
+    assert (left.resolved("cpu").max_drafts, left.resolved("cuda").max_drafts) == (15, 7)
 
 
 @pytest.mark.parametrize(
