@@ -16,6 +16,7 @@ import argparse
 import difflib
 import json
 import subprocess
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from speculative.suffix import SuffixDrafts
 
 BINS = 10
 SPEAK = "<|im_start|>assistant\n"
+KEEP = Path(tempfile.gettempdir()) / "suffix_turns.jsonl"
 
 
 class Item(NamedTuple):
@@ -225,7 +227,7 @@ def main() -> None:
     parser.add_argument("path", nargs="?", type=Path, help="a .jsonl file, or a folder of them")
     parser.add_argument("--git", type=Path, help="a repository to make turns of")
     parser.add_argument("--commits", type=int, default=40)
-    parser.add_argument("--keep", default="/tmp/suffix_turns.jsonl", help="--git writes it")
+    parser.add_argument("--keep", default=str(KEEP), help="--git writes it")
     parser.add_argument("--tokenizer", default="smollm2", help="a checkpoint")
     parser.add_argument("--limits", default="3,5,7")
     given = parser.parse_args()
