@@ -20,7 +20,7 @@ QUICK = 0.25  # how fast the whole curve follows a step: a machine has slow and 
 SLOW = 0.03  # how fast one mark of it does
 WILD = 2.0  # a step is not believed to differ by more than this factor
 MARGIN = 0.03  # a gain below this is within the error of the curve
-PROMPT = 2.0  # what a prompt token counts as: a drafted one costs twice that, with logits of its own
+PROMPT = 2.0  # what a prompt token counts as; a drafted one, with logits of its own, is as dear
 
 
 class StepTimes:
