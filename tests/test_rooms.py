@@ -125,7 +125,7 @@ def test_test_folders_are_no_packages():
 
 def commands_of(document: str) -> set[str]:
     text = (ROOT / document).read_text()
-    return set(re.findall(r"(?m)^slipstream ([a-z]+)\b", "\n".join(code_of(text))))
+    return set(re.findall(r"(?m)^slipstream ([a-z-]+)(?!\S)", "\n".join(code_of(text))))
 
 
 def code_of(text: str) -> list[str]:
