@@ -303,8 +303,8 @@ def cli() -> None:
 @cli.command("serve")
 @click.argument("model")
 @SETTINGS.options
-@click.option("--tool-call-parser", default="", help="Tool call layout.  [default: the model's]",
-              envvar="SLIPSTREAM_TOOL_CALL_PARSER")
+@click.option("--tool-call-parser", "--tool-format", default="",
+              envvar="SLIPSTREAM_TOOL_CALL_PARSER", help="Layout of calls.  [default: the model's]")
 @click.option("--chat-template", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               envvar="SLIPSTREAM_CHAT_TEMPLATE", help="Jinja file.  [default: the model's]")
 @click.option("--in-process", is_flag=True, help="Engine on a thread here, for a debugger.")

@@ -219,3 +219,10 @@ def test_doctor_reports_a_missing_model_and_fails(tmp_path):
 def test_bench_takes_batches_as_whole_numbers(batches):
     said = run("bench", "decode", "m", "--batches", batches)
     assert said.exit_code == 2 and "whole numbers above zero" in said.output
+
+
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--tool-format"])
+def test_the_layout_may_be_named_by_either_flag(flag):
+    done = command("serve", "smollm2", flag, "hermes", "--print-config")
+    assert done.returncode == 0
+    assert re.search(r"--tool-call-parser\s+hermes\s+flag", done.stdout), done.stdout
