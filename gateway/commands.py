@@ -107,7 +107,8 @@ def gateway(workers: int, seconds: float, out: Path) -> None:
 @click.option("--endpoint", type=click.Choice(["completions", "chat"]), default="completions",
               show_default=True, help="Exact prompts of token ids, or messages of words.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False),
-              help="JSONL of {messages, max_tokens}, used in turn instead of random ones.")
+              help="JSONL of {messages, max_tokens, more}, used in turn instead of random ones; "
+                   "`more`: other fields of the body.")
 @click.option("--clients", callback=_numbers, default="1,32,200", show_default=True,
               help="At once, one row each.")
 @click.option("--input", "input_", default=512, show_default=True, help="Tokens of a prompt.")

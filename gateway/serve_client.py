@@ -60,6 +60,7 @@ class Prompt(msgspec.Struct):
 
     messages: list[dict[str, object]]
     max_tokens: int
+    more: dict[str, object] = {}  # other fields of the body, such as tools; they win
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -270,7 +271,7 @@ def requests(share: Share) -> deque[bytes]:
     with open(share.prompts, "rb") as file:
         given = [msgspec.json.decode(line, type=Prompt) for line in file]
     turns = (given[number % len(given)] for number in share.numbers)
-    return deque(_request(share, one.max_tokens, one.messages) for one in turns)
+    return deque(_request(share, one.max_tokens, one.messages, one.more) for one in turns)
 
 
 def _prompt(share: Share, number: int) -> list[int] | list[dict[str, object]]:
@@ -285,7 +286,8 @@ def _prompt(share: Share, number: int) -> list[int] | list[dict[str, object]]:
 
 
 def _request(
-    share: Share, max_tokens: int, prompt: list[int] | list[dict[str, object]]
+    share: Share, max_tokens: int, prompt: list[int] | list[dict[str, object]],
+    other: dict[str, object] | None = None,
 ) -> bytes:
     asked: dict[str, object] = {
         "model": share.model, "max_tokens": max_tokens, "temperature": share.temperature,
@@ -294,7 +296,7 @@ def _request(
     }
     if share.ignore_eos:
         asked["ignore_eos"] = True
-    body = msgspec.json.encode(asked)
+    body = msgspec.json.encode(asked | (other or {}))
     more = "".join(f"{name}: {value}\r\n" for name, value in share.headers.items())
     head = (f"POST {share.path} HTTP/1.1\r\nhost: {share.host}:{share.port}\r\n{more}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n")

@@ -145,6 +145,9 @@ def test_prompts_of_a_file_are_used_in_turn(tmp_path):
     bodies = [json.loads(one.partition(b"\r\n\r\n")[2]) for one in requests(share)]
     assert [body["max_tokens"] for body in bodies] == [7, 8, 7]
     assert bodies[1]["messages"] == lines[1]["messages"]
+    file.write_text(json.dumps(lines[0] | {"more": {"tools": [{}], "ignore_eos": False}}))
+    only = json.loads(requests(share)[0].partition(b"\r\n\r\n")[2])
+    assert only["tools"] == [{}] and only["ignore_eos"] is False
     with pytest.raises(ValueError, match="--endpoint chat"):
         next(measure(Load("http://x", "m", prompts=str(file)), [1], 1, 1))
 

@@ -1,0 +1,218 @@
+"""Two servers of one model, with drafts and without, in interleaved pairs.  Judges no figure.
+
+    python -m tests.bench.bench_speculation smollm2 --out OUT --loads FOLDER --budget-s 240
+    python -m tests.bench.bench_speculation smollm2 --out OUT --loads FOLDER --clients 1,4
+
+Both stay up side by side; a pair is the same requests to one, then to the other, and pairs change
+their order.  calls: forced tool calls over the schemas of toolcheck.py.  prompts: those of load.py,
+with no end token.  chat: questions that no trained head has seen.  All greedy.  The ratio is the
+mean over pairs, with a 95 % interval by Student's t.  OUT/speculation.json keeps every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway import serve_bench
+from speculative.train.prompts import conversation
+from tests.bench.h200_serving import ROOT, Clock, free_port, get, served
+
+WORKS = ("calls", "prompts", "chat")
+STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}  # 95 %, by freedom
+SETS = 64  # prompts of load.py that one salt gives
+MOST = 128  # tokens of an answer
+LEAST_S = 6.0  # a pair needs so much
+COUNTED = re.compile(r'^(slipstream:(?:draft|accepted)\w*)\{([^}]*)\} ([0-9.e+]+)$', re.M)
+
+
+def module(folder: Path, name: str) -> Any:
+    """A Python file of a folder that is no package."""
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]]:
+    """Lines for `bench serve --prompts`; each salt gives others."""
+    if work == "chat":
+        numbers = (number for number in itertools.count(salt * 1_000_000)
+                   if (one := conversation(number, 0)).held_out and one.domain == "chat")
+        return [{"messages": conversation(number, 0).messages, "max_tokens": MOST,
+                 "more": {"ignore_eos": False}} for number in itertools.islice(numbers, wanted)]
+    if work == "prompts":
+        build = module(loads, "prompts").build
+        found = [one for part in range(-(-wanted // SETS))
+                 for one in build(SETS, salt=f"-{salt}-{part}")]
+        return [{"messages": one["messages"], "max_tokens": one["max_tokens"]}
+                for one in found[:wanted]]
+    families = module(loads, "toolcheck").FAMILIES
+    asked = [(family, turn) for turn in range(4) for family in families]
+    return [_call(*asked[number % len(asked)], salt, number) for number in range(wanted)]
+
+
+def _call(family: tuple[Any, ...], turn: int, salt: int, number: int) -> dict[str, Any]:
+    _, _, name, schema, turns = family
+    tool = {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+    messages = [{"role": "system", "content": f"You use tools. Session {salt}-{number}."},
+                {"role": "user", "content": turns[turn]}]
+    more = {"tools": [tool], "tool_choice": "required", "ignore_eos": False}
+    return {"messages": messages, "max_tokens": MOST, "more": more}
+
+
+class Server:
+    """One that runs, and what was measured of it."""
+
+    def __init__(self, name: str, base: str, pid: int) -> None:
+        self.name, self.base, self.pid = name, base, pid
+        self.model: str = ""
+
+    def wait(self, clock: Clock) -> None:
+        """Until it answers; raise RuntimeError when the time is up."""
+        while True:
+            if clock.left < 0:
+                raise RuntimeError(f"{self.name} was not ready in time; see its log.")
+            with contextlib.suppress(OSError, ValueError):
+                get(self.base + "/ready", timeout_s=1)
+                self.model = get(self.base + "/v1/models")["data"][0]["id"]
+                return
+            time.sleep(0.1)
+
+    def row(self, file: Path, clients: int, requests: int) -> dict[str, Any]:
+        """One run of `bench serve`, and the counts of drafts that it added."""
+        before = self.counts()
+        load = serve_bench.Load(self.base, self.model, endpoint="chat", prompts=str(file))
+        row = next(serve_bench.measure(load, [clients], requests, serve_bench.default_processes(),
+                                       server_pid=self.pid, warmup=0))
+        after = self.counts()
+        drafts = {name: after[name] - before.get(name, 0.0) for name in after
+                  if after[name] != before.get(name, 0.0)}
+        return {"server": self.name, **msgspec.to_builtins(row), "drafts": drafts}
+
+    def counts(self) -> dict[str, float]:
+        """The server's own counts of drafts."""
+        from urllib.request import urlopen
+
+        with urlopen(self.base + "/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return {f"{name} {labels}": float(value) for name, labels, value in COUNTED.findall(text)}
+
+
+@contextlib.contextmanager
+def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
+    """One without drafts and one with them, both ready."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name, config in (("off", "off"), ("on", given.on)):
+            port = free_port()
+            command = [sys.executable, str(ROOT / "slipstream.py"), "serve", given.model, "--port",
+                       str(port), "--speculative-config", config, *given.serve_args.split()]
+            process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
+            found.append(Server(name, f"http://127.0.0.1:{port}", process.pid))
+            found[-1].wait(clock)  # one after the other: the second finds the kernels of the first
+        yield found
+
+
+def requests_of(clients: int) -> int:
+    """How many requests a run has: enough for each client to send some one after another."""
+    return 24 if clients == 1 else max(48, 5 * clients)
+
+
+def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace, clock: Clock
+          ) -> list[dict[str, Any]]:
+    """The rows of all pairs that the time allows, the order changing from pair to pair."""
+    rows, requests = list[dict[str, Any]](), requests_of(clients)
+    file = given.out / "prompts.jsonl"
+    for number in range(-1, given.pairs):
+        if clock.left < LEAST_S:
+            break
+        salt = given.salt + 1000 * WORKS.index(work) + 10 * clients + number + 1
+        found = lines(work, requests, salt, given.loads)
+        file.write_text("".join(json.dumps(one) + "\n" for one in found))
+        for server in both if number % 2 else both[::-1]:
+            row = server.row(file, clients, requests)
+            if number >= 0:  # the pair before the first warms both
+                rows.append({"work": work, "pair": number, **row})
+    return rows
+
+
+def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ratio of output tokens a second, with its interval, and means of both sides."""
+    side = {name: [row for row in rows if row["server"] == name] for name in ("off", "on")}
+    ratios = [b["output_tok_s"] / a["output_tok_s"]
+              for a, b in zip(side["off"], side["on"], strict=True)]
+    spread = (STUDENT[len(ratios) - 1] * statistics.stdev(ratios) / len(ratios) ** 0.5
+              if len(ratios) > 1 else float("nan"))
+    keys = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
+            "server_cpu_ms", "errors")
+    means = {f"{name} {key}": statistics.fmean(row[key] for row in side[name])
+             for name in side for key in keys}
+    drafts: dict[str, float] = {}
+    for row in side["on"]:
+        for name, value in row["drafts"].items():
+            drafts[name] = drafts.get(name, 0.0) + value
+    return {"ratio": statistics.fmean(ratios), "spread": spread, "pairs": len(ratios),
+            "drafts": drafts, **means}
+
+
+def show(work: str, clients: int, found: dict[str, Any]) -> None:
+    """One line."""
+    print("{work:8} {clients:>4}  {ratio:.2f}x +- {spread:.2f} ({pairs} pairs)  tok/s {a:,.0f} -> "
+          "{b:,.0f}  TPOT {c:.2f} -> {d:.2f}  TTFT {e:.1f} -> {f:.1f}  ITL p99 {g:.1f} -> {h:.1f}"
+          "  CPU {i:.3f} -> {j:.3f} ms".format(
+              work=work, clients=clients, **{k: found[k] for k in ("ratio", "spread", "pairs")},
+              a=found["off output_tok_s"], b=found["on output_tok_s"],
+              c=found["off tpot_mean_ms"], d=found["on tpot_mean_ms"],
+              e=found["off ttft_p50_ms"], f=found["on ttft_p50_ms"],
+              g=found["off itl_p99_ms"], h=found["on itl_p99_ms"],
+              i=found["off server_cpu_ms"], j=found["on server_cpu_ms"]), flush=True)
+
+
+def main() -> int:
+    """The command: see the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--loads", type=Path, required=True,
+                        help="folder of prompts.py and toolcheck.py")
+    parser.add_argument("--budget-s", type=float, default=300.0)
+    parser.add_argument("--works", default=",".join(WORKS), type=lambda text: text.split(","))
+    parser.add_argument("--clients", default="1,8,32,128",
+                        type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--on", default='{"method":"hybrid"}', help="--speculative-config")
+    parser.add_argument("--serve-args", default="", help="of both servers")
+    parser.add_argument("--salt", type=int, default=1, help="of the prompts")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    clock, kept = Clock(given.budget_s), list[dict[str, Any]]()
+    with servers(given, clock) as both:
+        for work, clients in itertools.product(given.works, given.clients):
+            rows = pairs(both, work, clients, given, clock)
+            if not rows:
+                print(f"{work:8} {clients:>4}  no time was left")
+                continue
+            found = summed(rows)
+            show(work, clients, found)
+            kept.append({"work": work, "clients": clients, **found, "rows": rows})
+            (given.out / "speculation.json").write_text(json.dumps(kept, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The pairs of bench_speculation: what is asked and how it is summed up.  Starts no server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.bench_speculation import STUDENT, lines, summed
+
+KEYS = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
+        "server_cpu_ms", "errors")
+
+
+def row(server: str, speed: float, **drafts: float) -> dict[str, object]:
+    return {"server": server, "drafts": drafts, **dict.fromkeys(KEYS, 1.0), "output_tok_s": speed}
+
+
+def test_the_ratio_is_the_mean_of_pairs_and_not_of_sums():
+    rows = [row("off", 10.0), row("on", 20.0, forced=3.0), row("on", 400.0, forced=4.0),
+            row("off", 100.0)]
+    found = summed(rows)
+    assert found["ratio"] == pytest.approx(3.0) and found["pairs"] == 2
+    assert found["spread"] == pytest.approx(STUDENT[1] * 2**0.5 / 2**0.5)  # ratios 2 and 4
+    assert found["drafts"] == {"forced": 7.0}
+    assert found["on output_tok_s"] == 210.0
+
+
+def test_questions_are_held_out_and_differ_by_salt(tmp_path):
+    first, other = lines("chat", 3, 1, tmp_path), lines("chat", 3, 2, tmp_path)
+    assert len(first) == 3 and not [one for one in first if one in other]
+    assert all(one["messages"][-1]["role"] == "user" for one in first)
+    assert all(one["more"]["ignore_eos"] is False for one in first)
