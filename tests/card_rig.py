@@ -78,7 +78,8 @@ class Rig:
         """One request after the other, each on the KV that its prompt got in the cache."""
         for submit in submits:
             if (submit.id, 0) not in self.known:
-                self.run(replace(submit, max_tokens=1))  # fills the cache
+                # Fills the cache; under a grammar one token would be refused before it is computed.
+                self.run(replace(submit, max_tokens=1, grammar=None))
                 self.known |= self.run(submit)
         wanted = [(submit.id, index) for submit in submits for index in range(submit.n)]
         return {key: self.known[key] for key in wanted}

@@ -21,10 +21,13 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.kernels import stubs
 from engine.kernels.processes import Task, Workers, described, own_process
 
 MOST_WORKERS = 8  # processes that compile: each imports torch, for seconds,
 ENOUGH = 6  # so that many kernels must be missing in Triton's cache before it is worth it
+
+stubs.install()
 
 # What was named within `compiling`; None where kernels are launched.  A thread's own: one may name
 # kernels while another one launches some.

@@ -121,11 +121,12 @@ def test_steps_are_paced_by_the_sizes_that_the_runner_pads_to(folder):
 
 def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(folder):
     """A bucket's rows lie where a larger one had page slots: as slots they would name nothing."""
-    forward = make(folder, True).runner.forward
+    runner = make(folder, True).runner
+    forward = runner.forward
     for size in forward.sizes:
         for array in forward._mirror._arrays:
             array[:] = 10**8
-        with torch.inference_mode():
+        with torch.inference_mode(), runner._on_stream():
             forward.run(forward.empty(size))
         rows = forward._buckets[size].views.attention
         for row in (rows.slot, rows.first, rows.start, rows.count):

@@ -60,8 +60,8 @@ if __name__ == "__main__":
 
 
 def test_what_a_worker_compiled_is_found_in_the_cache(tmp_path):
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path),
-                   "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+                   "HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     ended = subprocess.run(
