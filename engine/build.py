@@ -30,6 +30,7 @@ from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
+from engine.proposer import CapturedDraft
 from engine.runner import Runner, StepRunner
 from engine.threads import Threads, cores, read_usage, unseen
 from engine.timeline import Timeline
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
     from engine.model_config import ModelConfig
     from engine.models import Model
-    from engine.proposer import DeviceDraft, HeadMaker
+    from engine.proposer import AnyDraft, HeadMaker
 
 DTYPES = {
     "auto": torch.bfloat16,
@@ -58,7 +59,7 @@ class Parts:
 
     hello: Hello
     runner: StepRunner
-    head: DeviceDraft | None
+    head: AnyDraft | None
     pool: BlockPool
     sessions: SessionTable
     compiler: Compiler
@@ -69,7 +70,7 @@ class Parts:
 def build(
     config: ResolvedConfig,
     checkpoint: Checkpoint,
-    head: DeviceDraft | None = None,
+    head: AnyDraft | None = None,
     progress: Callable[[int, int], None] | None = None,
     timeline: Timeline | None = None,
     drafting: bool = False,
@@ -107,9 +108,7 @@ def build(
             "weights", load, checkpoint, kind.expected(shape), dtype, progress, device)
         if maker is not None:
             head = timeline.run("draft", maker.open, shape, weights, max_len, dtype, device)
-        model = timeline.run("model", _model, kind, shape, weights, max_len, head, device)
-        if maker is not None and head is not None:
-            timeline.run("probe", maker.meet, head, model, shape)
+        model = _met(kind, shape, weights, max_len, head, maker, device, timeline)
         kernels.result()
         make = _gpu_runner if fused(device) else _cpu_runner
         runner = make(model, shape, config, max_len, dtype, device, head, drafts, timeline)
@@ -127,9 +126,25 @@ def build(
     )
 
 
+def _met(
+    kind: type[Model], shape: ModelConfig, weights: dict[str, torch.Tensor], max_len: int,
+    head: AnyDraft | None, maker: HeadMaker | None, device: torch.device, timeline: Timeline,
+) -> Model:  # fmt: skip
+    """The model; a head that `maker` made has looked at it."""
+    if maker is not None and head is not None and fused(device):
+        # A model that kernels run has its rows in another order than plain torch wants.
+        plain = kind(shape, dict(weights), max_len, ())
+        timeline.run("probe", maker.meet, head, plain, shape)
+        del plain
+    model = timeline.run("model", _model, kind, shape, weights, max_len, head, device)
+    if maker is not None and head is not None and not fused(device):
+        timeline.run("probe", maker.meet, head, model, shape)
+    return model
+
+
 def _model(
     kind: type[Model], shape: ModelConfig, weights: dict[str, torch.Tensor], max_len: int,
-    head: DeviceDraft | None, device: torch.device,
+    head: AnyDraft | None, device: torch.device,
 ) -> Model:  # fmt: skip
     return kind(shape, weights, max_len, head.taps if head is not None else (),
                 paired=fused(device))  # fmt: skip
@@ -208,8 +223,9 @@ def _compile(
 
 def _cpu_runner(
     model: Model, shape: ModelConfig, config: ResolvedConfig, max_len: int, dtype: torch.dtype,
-    device: torch.device, head: DeviceDraft | None, drafts: int, timeline: Timeline,
+    device: torch.device, head: AnyDraft | None, drafts: int, timeline: Timeline,
 ) -> StepRunner:  # fmt: skip
+    assert not isinstance(head, CapturedDraft), "such a draft runs on a GPU"
     each = Pages.bytes_per_block(shape.layers, BLOCK, shape.kv_heads, shape.head_dim, dtype)
     blocks = config.cache.pool_blocks(each)
     pages = Pages(shape.layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, dtype, device)
@@ -222,7 +238,7 @@ def _cpu_runner(
 
 def _gpu_runner(
     model: Model, shape: ModelConfig, config: ResolvedConfig, max_len: int, dtype: torch.dtype,
-    device: torch.device, head: DeviceDraft | None, drafts: int, timeline: Timeline,
+    device: torch.device, head: AnyDraft | None, drafts: int, timeline: Timeline,
 ) -> StepRunner:  # fmt: skip
     from engine.cuda.parts import sized_runner  # late: needs Triton, which a CPU engine does not
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from engine.accept import Accepted
     from engine.plan import Plan, Row
-    from engine.proposer import DeviceDraft, HostDrafts
+    from engine.proposer import AnyDraft, HostDrafts
     from engine.scheduler import Scheduler
     from engine.sequence import Sequence
 
@@ -28,7 +28,7 @@ MOST_WAIT = 16  # tokens between two looks at a sequence for which nothing was f
 class Guessing:
     """The proposers of one engine, and what came of their drafts."""
 
-    def __init__(self, host: HostDrafts | None, head: DeviceDraft | None, most: int) -> None:
+    def __init__(self, host: HostDrafts | None, head: AnyDraft | None, most: int) -> None:
         """`most`: draft tokens a sequence and step."""
         self.host = host
         self._device = head.source if head is not None else ""

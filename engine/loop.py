@@ -36,7 +36,7 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.pace import Pace
-from engine.proposer import DeviceDraft, HostDrafts, head_maker, proposer
+from engine.proposer import AnyDraft, HostDrafts, head_maker, proposer
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
@@ -66,7 +66,7 @@ class Engine:
         checkpoint: Checkpoint,
         *,
         drafts: HostDrafts | None = None,
-        head: DeviceDraft | None = None,
+        head: AnyDraft | None = None,
         progress: Callable[[int, int], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.batch import Batch
     from engine.config import ResolvedConfig
+    from engine.kernels.chain_rows import Chains
     from engine.model_config import ModelConfig
     from engine.models import Model
 
@@ -99,10 +100,10 @@ class HeadMaker(Protocol):
     def open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: Any,
         device: Any,
-    ) -> DeviceDraft:
+    ) -> AnyDraft:
         """Load it beside the target's weights; raise BadCheckpoint or BadWeights."""
 
-    def meet(self, draft: DeviceDraft, model: Model, shape: ModelConfig) -> None:
+    def meet(self, draft: AnyDraft, model: Model, shape: ModelConfig) -> None:
         """Look at the loaded target; raise BadCheckpoint if the draft is of no use with it."""
 
 
@@ -123,6 +124,49 @@ class Features:
     choices: Tensor  # [sequences] int64
     temperatures: Tensor  # [sequences]; 0 = greedy
     limits: Tensor  # [sequences] int64 drafts wanted; 0 = only extend
+
+
+@runtime_checkable
+class CapturedDraft(Protocol):
+    """A device draft on a GPU: launches on fixed buffers, which graphs can hold.
+
+    Its rows and slots are those of `Features`; integers are int32 on the device.
+    """
+
+    source: str
+    taps: tuple[int, ...]  # as of DeviceDraft
+
+    def block_bytes(self, size: int) -> int:
+        """What a block of `size` tokens takes of the device's memory."""
+
+    def reserve(self, blocks: int, size: int, dtype: object, device: object) -> None:
+        """As DeviceDraft's."""
+
+    def prepare(self, tokens: int, rows: int) -> None:
+        """Make buffers for steps of up to so many tokens, `rows` of which draw."""
+
+    def copy(self, source: int, target: int) -> None:
+        """As DeviceDraft's."""
+
+    def extend(
+        self, kept: list[Tensor], tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
+    ) -> None:
+        """Make the N rows of a step out of what the target's tapped layers gave, [N, hidden] each.
+
+        Row i has the feature of positions[i], consumes tokens[i] and lies in slots[i]; its feature
+        is that of the end of block ends[i], unless that is -1.
+        """
+
+    def join(self, tokens: Tensor, positions: Tensor, slots: Tensor, blocks: Tensor) -> None:
+        """Make rows whose features are those of the ends of `blocks`."""
+
+    def draw(
+        self, chains: Chains, step: int, place: Tensor, table: Tensor, records: Tensor
+    ) -> None:
+        """Write chains.tokens[step]; of step 0 by the rows of `extend`, later by its own.
+
+        `place` [G] are rows of `table` (blocks) and of `records` (SlotTables).
+        """
 
 
 class DeviceDraft(Protocol):
@@ -147,3 +191,6 @@ class DeviceDraft(Protocol):
 
     def copy(self, source: int, target: int) -> None:
         """Copy a block's draft KV (a fork)."""
+
+
+AnyDraft = DeviceDraft | CapturedDraft

@@ -148,11 +148,11 @@ class Head:
             weights[f"fc_norm.{i}.weight"] for i in range(len(config.taps) if config.fc_norm else 0)
         ]
         self._fc = Linear(weights["fc.weight"], weights.get("fc.bias"))
-        self._hidden_norm = weights["layers.0.hidden_norm.weight"]
+        self.hidden_norm = weights["layers.0.hidden_norm.weight"]
         self.layers = [_layer(config, weights, i) for i in range(config.layers)]
-        self._norm = weights["norm.weight"]
-        self._lm_head = Linear(weights["lm_head.weight"])
-        self.dtype, self.device = self._norm.dtype, self._norm.device
+        self.norm = weights["norm.weight"]
+        self.lm_head = Linear(weights["lm_head.weight"])
+        self.dtype, self.device = self.norm.dtype, self.norm.device
         turned = config.latent.turned if config.latent else config.head_dim
         cos, sin = turns(turned, config.rope_theta, config.rope_scaling, max_len, self.dtype)
         self._cos, self._sin = cos.to(self.device), sin.to(self.device)
@@ -175,7 +175,7 @@ class Head:
         config = self.config
         places = positions.clamp(max=self._cos.shape[0] - 1)
         cos, sin = self._cos.index_select(0, places), self._sin.index_select(0, places)
-        normed = self._normed(feature, self._hidden_norm)
+        normed = self._normed(feature, self.hidden_norm)
         x = normed if config.norm_before_residual else feature
         token = F.embedding(tokens, self.embedding).to(self.dtype)
         for i, layer in enumerate(self.layers):
@@ -188,8 +188,8 @@ class Head:
     def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Of `run`'s output the feature for the next row [n, hidden], and logits [n, draft_vocab].
         """
-        normed = self._normed(state, self._norm)
-        return normed if self.config.norm_output else state, self._lm_head(normed)
+        normed = self._normed(state, self.norm)
+        return normed if self.config.norm_output else state, self.lm_head(normed)
 
     def ids(self, places: Tensor) -> Tensor:
         """The target's ids of draft vocabulary places."""

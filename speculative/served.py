@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, ResolvedConfig
     from engine.model_config import ModelConfig
     from engine.models import Model
-    from engine.proposer import DeviceDraft, HeadMaker, HostDrafts
-    from speculative.eagle3 import Eagle3
+    from engine.proposer import AnyDraft, HeadMaker, HostDrafts
 
 MOST = 64  # draft tokens a sequence and step: more than that never paid
 ROW = {"cpu": 0.04, "cuda": 0.002}  # what a row more costs until it is measured: see length.py
@@ -89,25 +88,29 @@ class _Eagle3:
     def open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> Eagle3:
+    ) -> AnyDraft:
         """Load it; it shares the target's embedding and head where it has none."""
         from speculative.checkpoint import open_head  # late: torch
 
         embedding = weights["model.embed_tokens.weight"]
         last = embedding if shape.tied else weights["lm_head.weight"]
-        return open_head(self._path, shape, embedding, last, max_len, dtype, device)
+        draft = open_head(self._path, shape, embedding, last, max_len, dtype, device)
+        if device.type == "cpu":
+            return draft
+        from speculative.captured import CapturedEagle3  # late: Triton
 
-    def meet(self, draft: DeviceDraft, model: Model, shape: ModelConfig) -> None:
+        return CapturedEagle3(draft.head, max_len)
+
+    def meet(self, draft: AnyDraft, model: Model, shape: ModelConfig) -> None:
         """Probe it on what the target writes; raise BadCheckpoint if it is of no use."""
-        from speculative.eagle3 import Eagle3  # late: torch
-        from speculative.probe import probe
+        from speculative.probe import probe  # late: torch
         from speculative.witness import TEXTS, Witness
 
-        assert isinstance(draft, Eagle3), "another maker's draft"
         witness = Witness(model, shape)  # type: ignore[arg-type]  # every family is Llama's for now
         step = max(shape.vocab // TEXTS, 1)
         starts = [[(place * step + step // 2) % shape.vocab] for place in range(TEXTS)]
-        probe(draft.head, witness, witness.write(starts))
+        found: Any = draft  # one that `open` made
+        probe(found.head, witness, witness.write(starts))
 
 
 def head(config: ResolvedConfig, kind: str) -> HeadMaker | None:
@@ -115,9 +118,6 @@ def head(config: ResolvedConfig, kind: str) -> HeadMaker | None:
     wanted = _read(config.speculative)
     if wanted is None or wanted.model is None:
         return None
-    if kind != "cpu":
-        raise BadConfig("speculative-config: EAGLE-3 heads draft on CPUs only, so far. Leave the "
-                        "model out, or start with --device cpu.")
     return _Eagle3(wanted.model)
 
 

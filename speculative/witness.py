@@ -1,4 +1,4 @@
-"""A loaded model as the probe's Target, on the CPU: it reads texts, and writes some.  Drafts none.
+"""A loaded model as the probe's Target, in plain torch: reads texts, and writes some.  Drafts none.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class Witness:
         """`model` is not changed: a shallow copy reads other layers."""
         self.layers, self._shape = shape.layers, shape
         self._model = copy.copy(model)
-        self._dtype = model.embedding.dtype
+        self._dtype, self._device = model.embedding.dtype, model.embedding.device
 
     @torch.inference_mode()
     def read(self, tokens: list[int], boundaries: Sequence[int]) -> tuple[Tensor, Tensor]:
         """See speculative/probe.py's Target."""
         self._model.taps = tuple(boundary - 1 for boundary in boundaries)
-        pages = self._pages(1, len(tokens))
-        hidden = self._forward(pages, [tokens], 0)
-        assert hidden.taps is not None
-        return hidden.taps, self._model.logits(hidden.last).argmax(dim=-1)
+        with self._device:
+            pages = self._pages(1, len(tokens))
+            hidden = self._forward(pages, [tokens], 0)
+            assert hidden.taps is not None
+            return hidden.taps, self._model.logits(hidden.last).argmax(dim=-1)
 
     @torch.inference_mode()
     def write(self, starts: list[list[int]], length: int = LENGTH) -> list[list[int]]:
@@ -51,6 +52,10 @@ class Witness:
         guesses repetitions shows nothing.
         """
         self._model.taps = ()
+        with self._device:
+            return self._written(starts, length)
+
+    def _written(self, starts: list[list[int]], length: int) -> list[list[int]]:
         count = len(starts)
         pages = self._pages(count, len(starts[0]) + length)
         texts, rows = [list(start) for start in starts], starts
@@ -71,7 +76,8 @@ class Witness:
         shape = self._shape
         blocks = -(-length // BLOCK)
         pages = Pages(
-            shape.layers, count * blocks, BLOCK, shape.kv_heads, shape.head_dim, self._dtype
+            shape.layers, count * blocks, BLOCK, shape.kv_heads, shape.head_dim, self._dtype,
+            self._device,
         )
         pages.data.zero_()
         return pages

@@ -82,6 +82,7 @@ class Forward:
         self._buckets = {size: self._bucket(layouts[size]) for size in self.sizes}
         self._written = Written(limits.copies)
         self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
+        self.host_tokens: Ints = np.zeros(0, dtype=np.int32)  # of the newest step, as staged
 
     @property
     def tokens(self) -> Tensor:
@@ -141,8 +142,13 @@ class Forward:
         self._fill_plain(at, plain)
         if not plain.whole:
             self._fill_long(at, rows, places, plain.count)
+        self.host_tokens = at["tokens"]
         self._mirror.send(number, made.layout.words)
         return Staged(size, chunks)
+
+    def positions(self, size: int) -> Tensor:
+        """int32 [size] of the newest step's tokens, if that is its bucket."""
+        return self._buckets[size].views.positions
 
     def run(self, staged: Staged) -> None:
         """All layers of what was staged, as a graph of its own."""

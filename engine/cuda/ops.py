@@ -179,6 +179,10 @@ class KernelOps:
         self._picks.run(x, gate_up, out, both=self._both[: self._count], norm=rest)
         return out
 
+    def kept(self, count: int) -> list[Tensor]:
+        """What was kept of the newest step, in order; its first `count` rows."""
+        return [kept[:count] for kept in self._kept]
+
     def keep(self, x: Tensor) -> Tensor:
         """See Ops: a copy, since the next layer adds to `x`."""
         kept = self._kept[self._taken][: self._count]

@@ -14,6 +14,7 @@ from engine.cuda.done import Done
 from engine.cuda.runner import SPLITS, CudaRunner, Most
 from engine.kernels.attention_plan import LINES
 from engine.memory import profile
+from engine.proposer import CapturedDraft
 
 if TYPE_CHECKING:
     from threading import Event
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from engine.config import ResolvedConfig
     from engine.model_config import ModelConfig
     from engine.models import Model
-    from engine.proposer import DeviceDraft
+    from engine.proposer import AnyDraft
     from engine.timeline import Timeline
 
 log = logging.getLogger("engine.cuda.parts")
@@ -85,7 +86,7 @@ def _loaded(runner: CudaRunner, stop: Event) -> bool:
 
 def sized_runner(
     model: Model, shape: ModelConfig, config: ResolvedConfig, *, size: int, max_len: int,
-    dtype: torch.dtype, device: torch.device, head: DeviceDraft | None, drafts: int,
+    dtype: torch.dtype, device: torch.device, head: AnyDraft | None, drafts: int,
     timeline: Timeline,
 ) -> CudaRunner:  # fmt: skip
     """A runner whose pages fill the memory that `gpu_memory_utilization` leaves.
@@ -96,6 +97,9 @@ def sized_runner(
     """
     most = Most(config.max_batch_tokens, config.max_sequences, max_len, drafts)
     each = Pages.bytes_per_block(shape.layers, size, shape.kv_heads, shape.head_dim, dtype)
+
+    if isinstance(head, CapturedDraft):
+        each += head.block_bytes(size)
 
     def runner(blocks: int, capture: bool) -> CudaRunner:
         pages = Pages(

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.cuda.chaining import Chaining
+from engine.cuda.chaining import Staged as Chained
 from engine.cuda.events import stream
 from engine.cuda.forward import Forward, Limits, layer_bytes, noted
 from engine.cuda.graphs import Graphs
@@ -31,13 +33,14 @@ from engine.cuda.picks import Picks, overlapping, store_path
 from engine.cuda.plain import plain
 from engine.cuda.settle import Draw, Settling
 from engine.cuda.slots import Slots
-from engine.cuda.warming import FILTERED, Bucket, Drawn, Forwarded, every, ordered, rare
+from engine.cuda.warming import FILTERED, PLAIN, Bucket, Drawn, Forwarded, every, ordered, rare
 from engine.drafting import guess
 from engine.kernels.attention_plan import SHORT, short_tile
 from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.launch import compiling
 from engine.kernels.sampler_tables import refusal
+from engine.proposer import CapturedDraft
 from engine.runner import Flight
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from engine.model_config import ModelConfig
     from engine.models import Model
     from engine.plan import Plan
-    from engine.proposer import DeviceDraft
+    from engine.proposer import AnyDraft, DeviceDraft
     from engine.sequence import Sequence
     from engine.timeline import Timeline
 
@@ -73,6 +76,7 @@ class CudaFlight(Flight):
     plain: bool = False  # each row draws one token
     lap: Lap | None = None  # None where there is no stream
     graphs: int = 0  # that there were before it
+    chain: Chained | None = None
 
 
 class CudaRunner:
@@ -85,13 +89,16 @@ class CudaRunner:
 
     def __init__(
         self, model: Model, shape: ModelConfig, pages: Pages, most: Most,
-        head: DeviceDraft | None = None, *, capture: bool = False,
+        head: AnyDraft | None = None, *, capture: bool = False,
     ) -> None:  # fmt: skip
         """`pages` has one block more than the pool gives out: padded tokens write there.
 
-        `capture` graphs, which needs a GPU; a device draft runs without.
+        `capture` graphs, which needs a GPU; a device draft that is no CapturedDraft runs without.
         """
-        self.model, self.pages, self.head, self.most = model, pages, head, most
+        self.model, self.pages, self.most, self._draft = model, pages, most, head
+        self.head: DeviceDraft | None = None  # one that the host must feed
+        if head is not None and not isinstance(head, CapturedDraft):
+            self.head = head
         self.device = pages.data.device
         on_gpu = self.device.type == "cuda"
         self.depth = 0 if head is not None else 1
@@ -99,14 +106,14 @@ class CudaRunner:
         if self._stream is not None:  # weights may still be on their way
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._laps = Laps(self._stream) if self._stream is not None else None
-        self._graphs = Graphs(capture and head is None)
+        self._graphs = Graphs(capture and self.head is None)
         self._flights: deque[CudaFlight] = deque()
         self._later: deque[Bucket] = deque()  # to be captured when nobody waits
         self._rare: deque[Bucket] = deque()  # and then to be run once, which loads their kernels
         with torch.inference_mode(), self._on_stream():
+            if head is not None:
+                head.reserve(pages.blocks, pages.size, pages.data.dtype, self.device)
             self._make(shape)
-        if head is not None:
-            head.reserve(pages.blocks, pages.size, pages.data.dtype, self.device)
 
     def _make(self, shape: ModelConfig) -> None:
         most, pages = self.most, self.pages
@@ -129,7 +136,7 @@ class CudaRunner:
             DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),
             most=most.tokens, max_len=most.max_len, split=split,
             workers=attention_workers(_processors(device), shape.kv_heads),
-            taps=len(self.head.taps) if self.head is not None else 0,
+            taps=len(self._draft.taps) if self._draft is not None else 0,
         )  # fmt: skip
         trash = (pages.blocks - 1) * pages.size
         self.forward = Forward(
@@ -140,6 +147,11 @@ class CudaRunner:
             rows=min(most.tokens, most.rows * (most.drafts + 1)), groups=most.rows,
             vocab=shape.vocab, eps=shape.rms_eps, copies=copies,
         )  # fmt: skip
+        self.chaining = Chaining(
+            self._draft, self.forward, self.slots, self.settling.results, self._graphs,
+            tokens=most.tokens, rows=most.rows, drafts=most.drafts, size=pages.size, trash=trash,
+            copies=copies,
+        ) if isinstance(self._draft, CapturedDraft) else None
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -147,7 +159,7 @@ class CudaRunner:
     @property
     def lookahead(self) -> int:
         """Slots that a sequence needs beyond its wanted tokens: the device draft writes ahead."""
-        return self.most.drafts + 1 if self.head is not None else 0
+        return self.most.drafts + 1 if self._draft is not None else 0
 
     @property
     def sizes(self) -> Collection[int]:
@@ -173,21 +185,24 @@ class CudaRunner:
         with self._on_stream():
             for source, target in plan.copies:
                 self.pages.copy(source, target)
-                if self.head is not None:
-                    self.head.copy(source, target)
+                if self._draft is not None:
+                    self._draft.copy(source, target)
             places = self.slots.placed(plan.rows)
             self.slots.upload()
             even = plain(plan.rows, places, self.slots.ids, self.pages.size)
             draw = self.settling.prepare(plan.rows, places, even)
             staged = self.forward.stage(plan.rows, places, even)
+            chain = None
+            if self.chaining is not None:
+                chain = self.chaining.stage(plan, places, staged.size)
             if lap is not None:
-                lap.kind = staged
+                lap.kind = staged, chain and chain.depth
             try:
                 self.forward.run(staged)
             except BaseException:
                 self._lose(plan)
                 raise
-        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap, graphs=graphs)
+        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap, graphs=graphs, chain=chain)
         self._flights.append(flight)
         return flight
 
@@ -209,6 +224,9 @@ class CudaRunner:
                     self.settling.stage(flight.draw)
                     self.settling.run(flight.draw)
                     self.settling.fetch(flight.draw)
+                if self.chaining is not None and flight.chain is not None:
+                    self.chaining.run(flight.chain)
+                    self.chaining.fetch(flight.chain)
                 if self._laps is not None and flight.lap is not None:
                     if len(self._graphs) > flight.graphs:
                         flight.lap.kind = None  # it was captured, too: nothing to go by
@@ -236,6 +254,8 @@ class CudaRunner:
             flight = self._flights.popleft()
             if self.head is None:
                 self._read(flight)
+            if self.chaining is not None and flight.chain is not None:
+                flight.drafts = self.chaining.collect(flight.chain, flight.plan, flight.drawn)
             ready.append(flight)
         return ready
 
@@ -267,6 +287,8 @@ class CudaRunner:
         """Run the largest step, on no rows: what it allocates is what any step may."""
         with self._on_stream():
             self.forward.run(self.forward.empty(self.forward.sizes[-1], chunks=True))
+            if self.chaining is not None:
+                self.chaining.warm(self.forward.sizes[-1], draws=False)
             self.settling.run(self.settling.empty(self.settling.sizes[-1], FILTERED, masked=True))
 
     @torch.inference_mode()
@@ -357,9 +379,13 @@ class CudaRunner:
         """Run one bucket on no rows, which captures it if it is new."""
         if isinstance(wanted, Forwarded):
             self.forward.run(self.forward.empty(wanted.size, chunks=wanted.chunks))
+            if self.chaining is not None and not wanted.chunks:
+                self.chaining.warm(wanted.size, draws=False)
         else:
             draw = self.settling.empty(wanted.size, wanted.needs, masked=wanted.masked)
             self.settling.run(draw)
+            if self.chaining is not None and wanted.needs == PLAIN and not wanted.masked:
+                self.chaining.warm(wanted.size, draws=True)
 
 
 def _processors(device: torch.device) -> int:

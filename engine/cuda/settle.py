@@ -100,6 +100,11 @@ class Settling:
         self._homes = [_home(self._results, pinned) for _ in range(copies)]
         self._turn = 0
 
+    @property
+    def results(self) -> Results:
+        """Of the newest step, on the device; rows and groups in a plan's order."""
+        return self._results
+
     def _layout(self, size: int) -> Layout:
         names = ("picked", "slot", "position", "hold", "mask", "first", "offset")
         groups = min(size, self._groups)

@@ -8,10 +8,9 @@ import pytest
 
 from cache.config import CacheConfig
 from engine.checkpoint import open_checkpoint
-from engine.config import BadConfig, EngineConfig
+from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.model_config import BadCheckpoint
-from engine.proposer import head_maker
 from speculative import probe
 from speculative.served import configured
 from tests.driver import answers, make
@@ -60,9 +59,3 @@ def test_an_engine_with_a_head_says_what_one_without_says(
     assert engine.guessing.verified["eagle3"] > 0
     if method == "hybrid" and grammar == "json":
         assert engine.guessing.matched["forced"] > 0
-
-
-def test_a_gpu_gets_no_head_yet_and_says_so(model, head) -> None:
-    config = asked(model, head, "eagle3")
-    with pytest.raises(BadConfig, match="on CPUs only"):
-        head_maker(config.resolved("cuda"), "cuda")

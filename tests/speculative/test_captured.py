@@ -1,0 +1,103 @@
+"""A head as a GPU drafts with it, by Triton's interpreter: the CPU's chains.  Times nothing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+import engine.build as build  # noqa: E402
+from cache.config import CacheConfig  # noqa: E402
+from engine.checkpoint import open_checkpoint  # noqa: E402
+from engine.config import EngineConfig  # noqa: E402
+from engine.cuda.runner import CudaRunner  # noqa: E402
+from engine.guessing import Guessing  # noqa: E402
+from engine.kernels import chain_attention as attention  # noqa: E402
+from engine.loop import Engine  # noqa: E402
+from engine.messages import Sampling, Submit  # noqa: E402
+from speculative.captured import CapturedEagle3  # noqa: E402
+from speculative.eagle3 import Eagle3  # noqa: E402
+from tests.driver import Run  # noqa: E402
+from tests.heads import config, head_of  # noqa: E402
+from tests.tiny import write_llama  # noqa: E402
+
+F32 = torch.float32
+HEADS = {
+    "plain": {},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "wide": {"draft_vocab": 259, "norm_before_residual": True, "attention_bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(
+        tmp_path_factory.mktemp("captured") / "model", hidden=64, heads=2, kv_heads=1, head_dim=32,
+        intermediate=48, max_len=512,
+    )
+
+
+def make(folder, head, fused: bool, **settings) -> Engine:
+    settings = {"max_sequences": 8, "max_batch_tokens": 96, "mixed_tokens": 70,
+                "max_drafts": 3} | settings
+    given = EngineConfig(
+        model=str(folder), dtype="float32", device=DEVICE if fused else "cpu", threads=1,
+        cache=CacheConfig(blocks=60), **settings,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "fused", lambda device: fused)
+        patch.setattr(CudaRunner, "compile", lambda *given: None)
+        patch.setattr(CudaRunner, "warm", lambda *given: None)
+        return Engine(given, open_checkpoint(str(folder)), head=head)
+
+
+def chains(engine: Engine, *submits: Submit, monkeypatch) -> tuple[dict, dict]:
+    """What is answered, and every chain that was drafted on the way, by request."""
+    seen: dict[tuple[str, int], list[list[int]]] = {}
+    take = Guessing.take
+
+    def noted(self, seq, tokens):
+        seen.setdefault(seq.key, []).append(list(tokens))
+        take(self, seq, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Guessing, "take", noted)
+        run = Run(engine).put(*submits).drain()
+    assert not run.failed and not run.refused
+    return run.tokens, seen
+
+
+def asks() -> list[Submit]:
+    prompts = [list(range(5, 5 + n)) for n in (9, 64, 61, 100)]
+    return [
+        Submit(f"r{i}", ids, 6 + i, Sampling(temperature=(i % 2) * 0.8, seed=i))
+        for i, ids in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """An interpreter takes them one by one."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attention, "FULL", 8)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_chains_are_those_of_the_cpu(folder, name, monkeypatch):
+    shape = config(head_dim=32, heads=4, kv_heads=2, **HEADS[name])
+    device = torch.device(DEVICE)
+    wanted = chains(
+        make(folder, Eagle3(head_of(shape, 3, F32)), False), *asks(), monkeypatch=monkeypatch)
+    head = head_of(shape, 3, F32)
+    assert device.type == "cpu" or head.device.type == "cuda"
+    engine = make(folder, CapturedEagle3(head, 512), True)
+    found = chains(engine, *asks(), monkeypatch=monkeypatch)
+    assert found[0] == wanted[0]
+    assert found[1] == wanted[1]
+    assert sum(map(len, wanted[1].values())) > 15
