@@ -75,9 +75,19 @@ class Guessing:
                 self._keep(seq, draft, self.host.source)
             seq.guessed = []
 
+    def ahead(self, plan: Plan, scheduler: Scheduler) -> int:
+        """How many tokens the device is to draft behind a plan; 0 = the next step need not wait."""
+        if not self._device:
+            return 0
+        wanted = sum(row.last and row.seq.submit.drafts in ("auto", self._device)
+                     for row in plan.rows)
+        if not wanted or self.host is None:
+            return self._most if wanted else 0
+        return self.host.ahead(wanted, _beside(scheduler), self._most)
+
     def take(self, seq: Sequence, tokens: list[int]) -> None:
         """What the device drafted for a sequence."""
-        tokens = tokens[: seq.submit.max_drafts]
+        tokens = tokens[: min(seq.submit.max_drafts, seq.remaining - 1)]
         if seq.submit.drafts not in ("auto", self._device):
             return
         if self.host is not None:
@@ -114,7 +124,7 @@ class Guessing:
     def ran(self, plan: Plan, seconds: float) -> None:
         """Tell the proposer what a step took."""
         if self.host is not None and seconds > 0:
-            self.host.timed(plan.tokens, seconds)
+            self.host.timed(plan.tokens, seconds, plan.guesses)
 
     def ended(self, session: bytes) -> None:
         """A session is over."""

@@ -12,6 +12,7 @@ One thread owns it.  Other threads only put messages into `inbox`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -172,6 +173,8 @@ class Engine:
 
     def _fly(self, plan: Plan, replies: list[ToGateway]) -> None:
         """Take a plan through the phases; collect what is old enough."""
+        if guesses := self.guessing.ahead(plan, self.scheduler):
+            plan = dataclasses.replace(plan, guesses=guesses)
         flight = self.runner.launch(plan)
         masked = [row for row in plan.rows if row.last and row.seq.grammar is not None]
         self._out += 1
@@ -184,7 +187,7 @@ class Engine:
         except TOO_LARGE:
             self._out -= 1
             raise
-        self._collect(self.runner.depth, replies)
+        self._collect(0 if guesses else self.runner.depth, replies)
 
     def _needs_host(self, plan: Plan, masked: list[Row]) -> bool:
         """Whether some row cannot be settled before the host knows what the step before drew."""

@@ -45,6 +45,7 @@ class Plan:
     rows: list[Row]
     fresh: list[int]  # ids of blocks that were handed out for it: their pages hold nothing of value
     copies: list[tuple[int, int]]  # (from, to) block ids to copy first, in order: forks
+    guesses: int = 0  # tokens that a device draft may make behind each row
 
     @property
     def tokens(self) -> int:

@@ -63,8 +63,14 @@ class HostDrafts(Protocol):
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
 
-    def timed(self, rows: int, seconds: float) -> None:
-        """A step of `rows` rows took so long."""
+    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
+        """A step of `rows` rows took so long; a device drafted chains of `guesses` tokens in it."""
+
+    def ahead(self, count: int, beside: int, most: int) -> int:
+        """Tokens, at most `most`, that a device should draft for each of `count` sequences.
+
+        `beside` prompt tokens are about to be computed.  Asked only where a device drafts.
+        """
 
     def forget(self, key: Key) -> None:
         """The sequence ended or was dropped."""

@@ -241,7 +241,7 @@ class Runner:
         if self.head is not None:
             assert flight.hidden.taps is not None, "the model was built without the draft's taps"
             flight.drafts = guess(self.head, flight.plan, flight.drawn, flight.hidden.taps,
-                                  self.pages.size, self.max_drafts)
+                                  self.pages.size, min(self.max_drafts, flight.plan.guesses))
 
 
 def _split(tokens: list[int], counts: list[int]) -> list[list[int]]:

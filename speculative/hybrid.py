@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.proposer import Draft, Key, Turn
+from speculative.ahead import Ahead
 from speculative.calibration import Calibration
 from speculative.forced import ForcedDrafts
 from speculative.length import StepTimes, choose
@@ -39,6 +40,7 @@ class Hybrid:
         """`row`: what a row more costs before it is measured, as a share of a step with one."""
         self.sources = tuple(sources)
         self._times = StepTimes(row)
+        self._ahead = Ahead(self._times)
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
@@ -68,9 +70,13 @@ class Hybrid:
         elif self._suffix is not None:
             self._suffix.observe(key, verified - forced, matched - forced)
 
-    def timed(self, rows: int, seconds: float) -> None:
+    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
         """Learn what a step costs."""
-        self._times.observe(rows, seconds)
+        self._ahead.observe(rows, seconds, guesses)
+
+    def ahead(self, count: int, beside: int, most: int) -> int:
+        """See HostDrafts: as many as pay, by what chains of the device were worth so far."""
+        return self._ahead.choose(list(self._device.chances), count, beside, most)
 
     def forget(self, key: Key) -> None:
         """The sequence ended."""

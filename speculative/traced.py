@@ -43,9 +43,13 @@ class Traced:
         told.extend(self._sources.get(key, ())[:matched])
         self._inner.observe(key, verified, matched)
 
-    def timed(self, rows: int, seconds: float) -> None:
+    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
         """The other one learns."""
-        self._inner.timed(rows, seconds)
+        self._inner.timed(rows, seconds, guesses)
+
+    def ahead(self, count: int, beside: int, most: int) -> int:
+        """See HostDrafts."""
+        return self._inner.ahead(count, beside, most)
 
     def forget(self, key: Key) -> None:
         """The request is over; what was noted stays."""

@@ -26,7 +26,7 @@ class OneByOne:
     def observe(self, key: Key, verified: int, matched: int) -> None:
         assert 0 <= matched <= verified
 
-    def timed(self, rows: int, seconds: float) -> None:
+    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
         assert rows > 0 and seconds > 0
 
     def forget(self, key: Key) -> None:

@@ -104,7 +104,7 @@ class Chaining:
         slots = np.array([place.slot for place in places], dtype=np.int32)
         firsts = np.cumsum(counts) - counts
         self._stage_flat(size, rows, starts, counts, slots, firsts)
-        groups, depth, many = self._stage_groups(rows, starts, counts, slots, firsts)
+        groups, depth, many = self._stage_groups(plan, starts, counts, slots, firsts)
         joined = self._stage_joined(rows, starts, slots)
         return Staged(size, groups, joined, depth, many)
 
@@ -144,16 +144,17 @@ class Chaining:
         made.send()
 
     def _stage_groups(
-        self, rows: list[Row], starts: Ints, counts: Ints, slots: Ints, firsts: Ints
+        self, plan: Plan, starts: Ints, counts: Ints, slots: Ints, firsts: Ints
     ) -> tuple[int, int, int]:
         """Bucket, depth and number of the sequences that draw."""
+        rows, most = plan.rows, min(self.drafts, plan.guesses)
         which = [i for i, row in enumerate(rows) if row.last]
         many = len(which)
         made = self._group_at[bucket(self._many, max(1, many))]
         at = made.next()
         drafts = np.array([rows[i].drafts for i in which], dtype=np.int32)
         bases = counts[which] - drafts - 1
-        limits = [self._limit(rows[i], 0) for i in which]
+        limits = [self._limit(rows[i], 0, most) for i in which]
         at["base"][:many] = firsts[which] + bases
         at["start"][:many] = starts[which] + bases
         at["place"][:many], at["limit"][:many] = slots[which], limits
@@ -167,7 +168,9 @@ class Chaining:
 
     def _stage_joined(self, rows: list[Row], starts: Ints, slots: Ints) -> int:
         size = self._size
-        which = ((starts > 0) & (starts % size == 0)).nonzero()[0]
+        # A pending row's step before has made it, and its token is not known here.
+        known = np.array([not row.pending for row in rows])
+        which = (known & (starts > 0) & (starts % size == 0)).nonzero()[0]
         if not len(which):
             return 0
         made = self._join_at[bucket(self._many, len(which))]
@@ -265,16 +268,17 @@ class Chaining:
             right = 0
             while right < row.drafts and row.draft[right] == tokens[right]:
                 right += 1
-            found.append(chains[number][: self._limit(row, right)])
+            found.append(chains[number][: self._limit(row, right, staged.depth)])
             number += 1
         return found
 
-    def _limit(self, row: Row, right: int) -> int:
-        """Draft tokens that a row's sequence may take behind so many right ones."""
+    def _limit(self, row: Row, right: int, most: int) -> int:
+        """Draft tokens, at most `most`, that a row's sequence may take behind so many right ones.
+        """
         submit = row.seq.submit
         if submit.drafts not in ("auto", self.head.source):
             return 0
-        return max(0, min(self.drafts, submit.max_drafts, row.seq.remaining - right - 2))
+        return max(0, min(most, submit.max_drafts, row.seq.remaining - right - 2))
 
 
 class _Mirrored:

@@ -101,7 +101,7 @@ class CudaRunner:
             self.head = head
         self.device = pages.data.device
         on_gpu = self.device.type == "cuda"
-        self.depth = 0 if head is not None else 1
+        self.depth = 0 if self.head is not None else 1
         self._stream = stream(self.device) if on_gpu else None
         if self._stream is not None:  # weights may still be on their way
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -236,7 +236,8 @@ class CudaRunner:
                     taps = self.forward.taps
                     assert taps is not None, "the model was built without the draft's taps"
                     flight.drafts = guess(self.head, flight.plan, flight.drawn, taps,
-                                          self.pages.size, self.most.drafts)
+                                          self.pages.size,
+                                          min(self.most.drafts, flight.plan.guesses))
         except BaseException:
             self._flights.remove(flight)
             self._lose(flight.plan)
@@ -254,7 +255,7 @@ class CudaRunner:
             flight = self._flights.popleft()
             if self.head is None:
                 self._read(flight)
-            if self.chaining is not None and flight.chain is not None:
+            if self.chaining is not None and flight.chain is not None and flight.chain.depth:
                 flight.drafts = self.chaining.collect(flight.chain, flight.plan, flight.drawn)
             ready.append(flight)
         return ready

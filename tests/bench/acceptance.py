@@ -33,7 +33,7 @@ from tests.bench import figures, h200_serving
 from tests.bench.figures import Figure
 from tests.bench.h200_serving import ROOT, Clock
 
-CARD = ["tests/engine/test_card.py", "tests/engine/test_card_requests.py"]
+CARD = [f"tests/engine/test_card{part}.py" for part in ("", "_requests", "_drafts")]
 ON_A_CARD = ("cuda.is_available", "mark.gpu")  # what a test says that does more on a real card
 # Of an image that has more plugins than ours: this one warns when others run, which ends the run.
 PYTEST = ["-m", "pytest", "-v", "-s", "-p", "no:benchmark", "-o", "filterwarnings=default",

@@ -57,20 +57,21 @@ def make(folder, head, fused: bool, **settings) -> Engine:
         return Engine(given, open_checkpoint(str(folder)), head=head)
 
 
-def chains(engine: Engine, *submits: Submit, monkeypatch) -> tuple[dict, dict]:
-    """What is answered, and every chain that was drafted on the way, by request."""
+def chains(engine: Engine, *submits: Submit, monkeypatch) -> tuple[dict, dict, int]:
+    """What is answered, every chain that was drafted on the way, by request; cached tokens."""
     seen: dict[tuple[str, int], list[list[int]]] = {}
     take = Guessing.take
 
     def noted(self, seq, tokens):
-        seen.setdefault(seq.key, []).append(list(tokens))
+        if tokens:
+            seen.setdefault(seq.key, []).append(list(tokens))
         take(self, seq, tokens)
 
     with monkeypatch.context() as patch:
         patch.setattr(Guessing, "take", noted)
         run = Run(engine).put(*submits).drain()
     assert not run.failed and not run.refused
-    return run.tokens, seen
+    return run.tokens, seen, max(out.cached for outs in run.outs.values() for out in outs)
 
 
 def asks() -> list[Submit]:
@@ -98,6 +99,20 @@ def test_chains_are_those_of_the_cpu(folder, name, monkeypatch):
     assert device.type == "cpu" or head.device.type == "cuda"
     engine = make(folder, CapturedEagle3(head, 512), True)
     found = chains(engine, *asks(), monkeypatch=monkeypatch)
-    assert found[0] == wanted[0]
-    assert found[1] == wanted[1]
+    assert found[:2] == wanted[:2]
     assert sum(map(len, wanted[1].values())) > 15
+
+
+def test_a_cached_prefix_is_drafted_behind_as_if_it_had_been_computed(folder, monkeypatch):
+    """The row that consumes the first token behind a hit is made of the feature that was kept."""
+    shape = config(head_dim=32, heads=4, kv_heads=2, fc_norm=True)
+    ids = [*range(3, 131), 7, 8]
+    first = Submit("a", ids, 4, Sampling(temperature=0.0))
+    second = Submit("b", [*ids[:128], 9, 10], 5, Sampling(temperature=0.0))
+    engine = make(folder, CapturedEagle3(head_of(shape, 3, F32), 512), True)
+    warm = [chains(engine, one, monkeypatch=monkeypatch) for one in (first, second)][1]
+    cold = chains(
+        make(folder, CapturedEagle3(head_of(shape, 3, F32), 512), True), second,
+        monkeypatch=monkeypatch)
+    assert (warm[2], cold[2]) == (128, 0)
+    assert warm[:2] == cold[:2] and warm[1]

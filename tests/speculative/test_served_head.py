@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.model_config import BadCheckpoint
 from speculative import probe
+from speculative.ahead import FIRST
 from speculative.served import configured
 from tests.driver import answers, make
 from tests.exact import requests
@@ -52,7 +53,8 @@ def test_an_engine_with_a_head_says_what_one_without_says(
     engine = Engine(asked(model, head, method), open_checkpoint(str(model)))
     mine = ["forced", "suffix"] if method == "hybrid" else []
     assert engine.hello.draft_sources == [*mine, "eagle3"]
-    engine.guessing.host.timed = lambda rows, seconds: None  # rows stay as cheap as believed
+    engine.guessing.host.timed = lambda *given: None  # rows stay as cheap as believed
+    engine.guessing.host._ahead._turn = FIRST  # it has looked at steps without a chain
     engine.guessing.host._times._row = 1e-9
     submits = requests(draw, grammar, 2)
     assert answers(engine, *submits) == answers(make(model), *submits)
