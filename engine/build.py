@@ -28,6 +28,7 @@ from engine.config import BadConfig, ResolvedConfig
 from engine.device import pick
 from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
+from engine.grammar.trial import Limits
 from engine.messages import PROTOCOL, VERSION, Hello
 from engine.models import family
 from engine.proposer import CapturedDraft
@@ -97,7 +98,7 @@ def build(
     with _brisk(fused(device)), ThreadPoolExecutor(2) as side, _told() as given_up:
         compiler = side.submit(
             timeline.run, "grammar", Compiler, checkpoint.tokenizer_json, shape.vocab,
-            checkpoint.stop_ids, config.compile_threads,
+            checkpoint.stop_ids, config.compile_threads, _trials(config),
         )
         kernels = side.submit(
             _compile, kind, shape, config, max_len, dtype, device, drafts, given_up, timeline
@@ -160,6 +161,12 @@ def _hello(
         PROTOCOL, config.served_name or checkpoint.name, checkpoint.config.vocab, usable, BLOCK,
         runner.blocks, list(checkpoint.stop_ids), VERSION, config.max_sequences, device.type,
     )
+
+
+def _trials(config: ResolvedConfig) -> Limits | None:
+    if not config.compile_cpu_s:
+        return None
+    return Limits(config.compile_cpu_s, config.compile_memory_bytes)
 
 
 def _threads(config: ResolvedConfig, device: torch.device) -> Threads:

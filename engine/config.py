@@ -12,6 +12,8 @@ DTYPES = ("auto", "bfloat16", "float32", "float64")
 
 WHOLE_BATCH = 1 << 30  # as mixed_tokens: no limit but the batch's
 MOST_GAP_S = 60.0  # catches milliseconds
+MOST_CPU_S = 600.0  # likewise
+LEAST_COMPILE_BYTES = 64 << 20  # an ordinary large grammar takes that
 
 
 class Limits(NamedTuple):
@@ -58,6 +60,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
     head: str = ""  # the same for a draft of the device's own (proposer.py: HeadMaker)
     threads: int | None = None  # torch's; None = all cores
     compile_threads: int = 1  # of the grammar pool
+    compile_cpu_s: float = 4.0  # seconds of CPU that a costly grammar may take to compile, which a
+    # process of its own tries first (engine/grammar/trial.py); 0 = no trial and no limit
+    compile_memory_bytes: int = 512 << 20  # that it may take there; 0 = no limit
     prefix_caching: bool = True  # equal prompts share their blocks
     cache: CacheConfig = CacheConfig()  # the KV pool and its sessions
     stats_s: float = 0.25  # seconds between two Stats while busy
@@ -92,6 +97,12 @@ class EngineConfig(msgspec.Struct, frozen=True):
                             "share of the GPU's memory: above 0, at most 1.")
         if self.compile_threads < 1:
             raise BadConfig(f"compile_threads is {self.compile_threads}; it must be at least 1.")
+        if not 0 <= self.compile_cpu_s <= MOST_CPU_S:
+            raise BadConfig(f"compile_cpu_s is {self.compile_cpu_s}; it is seconds: 0 (no limit) "
+                            f"to {MOST_CPU_S:.0f}.")
+        if self.compile_memory_bytes and self.compile_memory_bytes < LEAST_COMPILE_BYTES:
+            raise BadConfig(f"compile_memory_bytes is {self.compile_memory_bytes:,}; it must be 0 "
+                            f"(no limit) or at least {LEAST_COMPILE_BYTES:,}.")
         self._check_limits()
         self.cache.check()
         if self.max_len is not None and self.max_len < 2:

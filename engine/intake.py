@@ -155,7 +155,8 @@ class Intake:
         if isinstance(result, GrammarRefused):
             del self.arrived[submit.id]
             assert submit.grammar is not None
-            return [Refused(submit.id, result.code, result.message, submit.grammar.param)]
+            param = submit.grammar.param
+            return [Refused(submit.id, result.code, result.message, param, result.status)]
         return self._start(submit, result)
 
     def _start(self, submit: Submit, grammar: Compiled | None) -> list[ToGateway]:

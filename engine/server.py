@@ -8,7 +8,6 @@ away; one that sends garbage only loses its connection.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -28,6 +27,7 @@ from engine.checkpoint import BadCheckpoint, Checkpoint, local, open_checkpoint
 from engine.config import EngineConfig
 from engine.context import load_beside, open_beside
 from engine.messages import Stepping
+from engine.parent import die_with_parent
 from engine.progress import shown
 from engine.timeline import Timeline
 
@@ -68,16 +68,6 @@ def _bind(path: Path) -> socket.socket:
     path.chmod(0o600)
     listener.listen(BACKLOG)
     return listener
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` (a process id) dies; Linux only."""
-    if not sys.platform.startswith("linux"):
-        return
-    set_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
-        sys.exit("The gateway that started this engine is gone.")
 
 
 def launch(build: Callable[[], Stepping], path: Path, parent: int | None) -> int:

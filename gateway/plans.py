@@ -9,8 +9,8 @@ from collections import OrderedDict
 
 import anyio.to_thread
 
-from engine.grammar.schema import BadSchema
-from gateway.errors import BadRequest
+from engine.grammar.schema import BadSchema, Busy
+from gateway.errors import BadRequest, QueueFull
 from gateway.protocol import ChatRequest
 from gateway.tools import Format
 from gateway.tools.choice import ToolPlan, plan
@@ -46,6 +46,8 @@ class Plans:
                 made = await anyio.to_thread.run_sync(self._plan, fields)
         except BadSchema as bad:
             raise BadRequest(_said(bad), param=getattr(bad, "param", ""), code=bad.code) from None
+        except Busy as busy:
+            raise QueueFull(str(busy), 1.0) from None
         if sum(len(field) for field in fields if isinstance(field, bytes)) <= PLAN_BYTES:
             self._made[fields] = made
             if len(self._made) > PLANS:

@@ -6,6 +6,7 @@ formats   what is put beside a `format`, so that it takes only what calendars ha
 wellformed  a quick pass that spares most schemas the meta-schema
 explain   what becomes of a schema, for a person: rows, a random sample, where a text fails
 verdict   ask llguidance whether a schema can be enforced, and find the keyword at fault
+trial     a costly schema in a process that can be killed; forks: that process; costly: which, when
 matcher   Lark text -> Compiled -> State: the one file that runs llguidance's matcher
 prose     free text before a trigger: what of it decides the next mask
 closing   the promise that an output ends inside its budget, kept token by token

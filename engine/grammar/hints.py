@@ -10,10 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 _PATTERN = re.compile(r'"pattern": ("(?:[^"\\]|\\.)*")')  # as json.dumps prints a schema
 _MOST = 64  # patterns of one grammar
+_MANY = 32  # with more patterns than these it is also told which property each belongs to
+_NAMED = 1_000  # properties of which it is; and of patterns of so many characters:
+_READ = 256
 _LENGTH = 128  # characters of one text
 _DEPTH = 32  # groups within groups
 _CLASSES = {"d": "0", "w": "a", "s": " ", "D": "a", "W": "-", "S": "a", "b": "", "B": ""}
@@ -39,6 +44,7 @@ class Texts:
     literals: tuple[bytes, ...] = ()  # of its rules; those that come up most often first
     stops: tuple[bytes, ...] = ()  # what ends text that is no JSON; the most frequent first
     followers: tuple[bytes, ...] = ()  # what comes behind a whole JSON value, likewise
+    named: Mapping[bytes, list[str]] = field(default_factory=dict)  # property -> its patterns
 
 
 def read(lark: str) -> Texts:
@@ -47,6 +53,8 @@ def read(lark: str) -> Texts:
     literals: Counter[bytes] = Counter()
     stops: Counter[bytes] = Counter()
     followers: Counter[bytes] = Counter()
+    named: dict[bytes, list[str]] = {}
+    many = lark.count('"pattern": ') > _MANY
     for line in lark.splitlines():
         last, kind, at = b"", None, 0
         while piece := _PIECE.search(line, at):
@@ -54,9 +62,10 @@ def read(lark: str) -> Texts:
             kind, before = piece.lastgroup, kind
             match kind:
                 case "schema":
-                    start, at = at, _JSON.raw_decode(line, at)[1]
-                    for text in _PATTERN.findall(line, start, at) if len(hints) < _MOST else ():
-                        _add(hints, json.dumps(_sample(json.loads(text)), ensure_ascii=False)[1:-1])
+                    start, (schema, at) = at, _JSON.raw_decode(line, at)
+                    if many:
+                        _name(schema, named)
+                    _add_patterns(hints, _PATTERN.finditer(line, start, at))
                 case "expression" if not piece["expression"].startswith("~"):
                     _add(hints, _sample(piece["expression"][1:-1]))
                 case "literal":
@@ -73,7 +82,36 @@ def read(lark: str) -> Texts:
         tuple(text for text, _ in literals.most_common(_LITERALS) if text),
         tuple(text for text, _ in stops.most_common(_STOPS)),
         tuple(text for text, _ in followers.most_common(_STOPS)),
+        named,
     )
+
+
+def _add_patterns(hints: dict[bytes, None], found: Iterator[re.Match[str]]) -> None:
+    while len(hints) < _MOST and (one := next(found, None)):
+        _add(hints, json.dumps(_sample(json.loads(one[1])), ensure_ascii=False)[1:-1])
+
+
+def sample(pattern: str) -> bytes:
+    """The hint of one pattern, as a JSON string has it; empty when it is too long."""
+    text = json.dumps(_sample(pattern), ensure_ascii=False)[1:-1]
+    return text.encode(errors="replace") if len(text) <= _LENGTH else b""
+
+
+def _name(schema: Any, named: dict[bytes, list[str]]) -> None:
+    """Note the pattern of each property that states one itself."""
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack += part
+        elif isinstance(part, dict):
+            stack += part.values()
+            properties = part.get("properties")
+            for name, below in properties.items() if isinstance(properties, dict) else ():
+                pattern = below.get("pattern") if isinstance(below, dict) else None
+                if isinstance(pattern, str) and len(pattern) <= _READ and len(named) < _NAMED:
+                    key = json.dumps(name, ensure_ascii=False)[1:-1].encode(errors="replace")
+                    named.setdefault(key, []).append(pattern)
 
 
 def _add(hints: dict[bytes, None], text: str) -> None:

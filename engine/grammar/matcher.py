@@ -21,10 +21,12 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from engine.grammar import lexical
+from engine.grammar.costly import Costly, Refusal
 from engine.grammar.hints import read
 from engine.grammar.planner import Planner
 from engine.grammar.probe import Letters
 from engine.grammar.prose import Key, Prose
+from engine.grammar.trial import Limits, Setup
 from engine.messages import Grammar
 
 ProseMasks = dict[Key, NDArray[np.int32]]
@@ -53,12 +55,13 @@ log = logging.getLogger("engine.grammar.matcher")
 
 
 class GrammarRefused(Exception):
-    """The grammar cannot be used; `code` and `message` are fit for the client."""
+    """The grammar cannot be used; `code`, `message` and HTTP `status` are fit for the client."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.status = status
 
 
 class Vocabulary:
@@ -231,16 +234,25 @@ class Compiled:
         return self._start.clone()
 
 
+Done = Callable[[Compiled | GrammarRefused], None]
+
+
 class Compiler:
     """Compiles grammars for one vocabulary, in a small pool, and keeps the ones used last."""
 
     def __init__(
-        self, tokenizer_json: str, vocab: int, stop_ids: Sequence[int], threads: int = 2
-    ) -> None:
-        """`vocab` is the number of rows of the output head; ids without a token are never legal."""
+        self, tokenizer_json: str, vocab: int, stop_ids: Sequence[int], threads: int = 2,
+        limits: Limits | None = None,
+    ) -> None:  # fmt: skip
+        """`vocab` is the number of rows of the output head; ids without a token are never legal.
+
+        `limits`: of what is submitted and not plain, which is first tried apart; None = it is not.
+        """
         self.vocabulary = Vocabulary(tokenizer_json, vocab, stop_ids)
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        setup = Setup(tokenizer_json, vocab, list(stop_ids))
+        self._costly = None if limits is None else Costly(setup, limits)
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # code, message
@@ -284,15 +296,33 @@ class Compiler:
             if grammar and (old := self._kept.pop(_key(grammar), None)):
                 self._characters -= len(old.lark)
 
-    def submit(self, grammar: Grammar, done: Callable[[Compiled | GrammarRefused], None]) -> None:
-        """Compile in the pool and call `done` from there, exactly once."""
+    def submit(self, grammar: Grammar, done: Done) -> None:
+        """Compile in the pool and call `done` from there, exactly once.
+
+        What is costly is tried apart before; nothing else waits for that.
+        """
         self._pool.submit(self._run, grammar, done)
 
     def close(self) -> None:
-        """Forget what is queued and let the pool end."""
+        """Forget what is queued, let the pool end, and the process of trials at once."""
+        if self._costly is not None:
+            self._costly.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, grammar: Grammar, done: Callable[[Compiled | GrammarRefused], None]) -> None:
+    def _run(self, grammar: Grammar, done: Done) -> None:
+        costly = self._costly
+        if costly is None or _key(grammar) in self._refused or not costly.holds(grammar):
+            return self._finish(grammar, done)
+
+        def tried(refusal: Refusal | None) -> None:
+            if refusal is not None:
+                done(GrammarRefused(*refusal))
+            else:
+                self._pool.submit(self._finish, grammar, done)
+
+        costly.submit(grammar, tried)
+
+    def _finish(self, grammar: Grammar, done: Done) -> None:
         try:
             result: Compiled | GrammarRefused = self.compile(grammar)
         except GrammarRefused as refused:

@@ -49,6 +49,7 @@ class Letters:
             if len(tokens) == 1 and vocabulary.piece(tokens[0]) == bytes([letter]):
                 self.token[letter] = tokens[0]
         known = [letter for letter in range(CONTROL) if self.token[letter] >= 0]
+        self.letter = {self.token[letter]: letter for letter in known}
         controls = (t for t in range(vocabulary.size) if tokenizer.is_special_token(t))
         self.controls = [token for token in controls if token not in vocabulary.stops]
         self.known = np.array(known, dtype=np.uint8)
@@ -194,6 +195,16 @@ class Probe:
     def depth(self) -> int:
         """How far it has moved, for `back`."""
         return len(self._path)
+
+    def tail(self, most: int) -> bytes:
+        """The bytes that it moved over last, at most so many; none before a control token."""
+        letters = bytearray()
+        for token in reversed(self._path[-most:]):
+            letter = self._letters.letter.get(token)
+            if letter is None:
+                break
+            letters.append(letter)
+        return bytes(reversed(letters))
 
     def back(self, depth: int) -> None:
         """Return to where it stood with that depth, though the matcher may have broken since."""

@@ -6,6 +6,7 @@ llguidance, whose automata are linear.  JSON Schema draft 2020-12; draft-07 tupl
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -30,10 +31,12 @@ from engine.grammar.clean import (
 )
 from engine.grammar.finite import check_finite
 from engine.grammar.rewrite import rewrite
+from engine.grammar.trial import Bad, Busy, CheckJob, Setup, Trial, Unavailable, plain
 from engine.grammar.verdict import Document, Judge, Node, embed
 from engine.grammar.wellformed import TYPES, anchor, well_formed
 
-__all__ = ["BadSchema", "Checked", "Dropped", "Judge", "check", "embed", "measure"]
+__all__ = ["BadSchema", "Busy", "Checked", "Dropped", "Judge", "check", "check_apart", "embed",
+           "measure"]  # fmt: skip
 
 DEPTH_LIMIT = 64  # nested arrays and objects of the schema's own text
 NODE_LIMIT = 5_000  # arrays and objects in it
@@ -91,6 +94,34 @@ def check(
         return _enforced(written, strict, root, judge)
     except RecursionError:  # in llguidance's or json's own walks
         raise _too_big("deep", f"{DEPTH_LIMIT} levels") from None
+
+
+@cache
+def _trial() -> Trial:
+    return Trial(Setup())
+
+
+def check_apart(
+    schema: object, *, strict: bool, root: Literal["object", "any"], judge: Judge
+) -> Checked:
+    """`check`; of a schema that is not plain in a process that can be killed (trial.py).
+
+    Raise Busy when many others wait for it.
+    """
+    measure(schema)
+    try:
+        text = json.dumps(schema)
+        if plain(text):
+            raise Unavailable
+        said = _trial().ask(CheckJob(text, strict, root, judge.left))
+    except (Unavailable, ValueError):  # a number that json will not write
+        return check(schema, strict=strict, root=root, judge=judge)
+    if isinstance(said, Bad):
+        judge.left = said.left or judge.left
+        raise BadSchema(said.code, said.message, said.pointer, said.keyword)
+    judge.left = said.left
+    dropped = tuple(Dropped(*gone) for gone in said.dropped)
+    return Checked(json.loads(said.schema), dropped, tuple(said.rewritten))
 
 
 def _enforced(written: Node, strict: bool, root: str, judge: Judge) -> Checked:

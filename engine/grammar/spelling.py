@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.grammar.hints import Texts
+from engine.grammar.hints import Texts, sample
 from engine.grammar.lexical import INSIDE, OUTSIDE, after
 from engine.grammar.probe import CONTROL, Broken, Letters, Probe, Stuck
 
@@ -37,6 +37,8 @@ FREE = 64  # legal bytes; with more of them a string may hold nearly anything
 _ANYTHING = b"q7~"  # hardly ever legal but in free text
 _QUOTE = (b'"',)
 _NODES = 300  # texts looked behind
+_TAIL = 256  # bytes, of a key and of its value so far
+_PATTERNS = 4  # of properties of the same name
 _DIGITS = (b"1", b"9", b"0", b"2", b"5")  # of numbers written with one digit
 _FEW, _MOST = 3, 24  # digits
 _ENDS = (b",", b"}", b"]", b")")  # of a number
@@ -55,6 +57,8 @@ class Speller:
         self._ends: dict[int, list[bytes]] = {}
         for end in sorted(ends, key=lambda end: (len(end), end)):
             self._ends.setdefault(end[0], []).append(end)
+        self._named = texts.named
+        self._samples: dict[str, bytes] = {}
         self._fillers = letters.fillers
         self._stops = [stop for stop in texts.stops if letters.spell(stop) is not None]
         self.followers = [text for text in texts.followers if letters.spell(text) is not None]
@@ -67,10 +71,26 @@ class Speller:
         """
         if 0x22 in row and len(row) > FREE:
             return b'"'
+        if self._named and (own := self._own(probe)):
+            return own
         found = self._guess(probe, row, _QUOTE)
         partial = b"\x80" <= row[:1] < b"\xff"  # within a character
         is_key = found and len(row) <= FREE and not partial and probe.legal(found + b":")
         return None if is_key else found
+
+    def _own(self, probe: Probe) -> bytes | None:
+        """The rest of a text for the pattern of the property whose value the probe stands in.
+
+        Among many patterns, which all other guesses would have to try.
+        """
+        before, quote, begun = probe.tail(_TAIL).rpartition(b'": "')
+        patterns = self._named.get(before.rpartition(b'"')[2], ()) if quote else ()
+        for pattern in patterns[:_PATTERNS]:
+            if (text := self._samples.get(pattern)) is None:
+                text = self._samples[pattern] = sample(pattern)
+            if text.startswith(begun) and (found := _stopped(probe, text[len(begun) :], _QUOTE)):
+                return found
+        return None
 
     def text(self, probe: Probe, row: bytes) -> bytes | None:
         """A way on from text that is no JSON to behind the literal that ends it; no search.

@@ -62,10 +62,10 @@ class _Refused:
 
 
 class Judge:
-    """Finds the faults of a document; all its searches share one budget."""
+    """Finds the faults of a document; all its searches share one budget: `left` of it is left."""
 
-    def __init__(self) -> None:
-        self._left = _WORK
+    def __init__(self, left: int = _WORK) -> None:
+        self.left = left
         self._fine: set[str] = set()  # texts of subschemas without references, found enforceable
 
     def faults(self, document: Document, most: int) -> list[tuple[str, str]]:
@@ -98,8 +98,8 @@ class Judge:
             return False
         if not alone:
             text = json.dumps({"$defs": {"r": document.root}, "$ref": _HOLD + ref(pointer)[1:]})
-        self._left -= len(text) + _CALL
-        if self._left <= 0:
+        self.left -= len(text) + _CALL
+        if self.left <= 0:
             return False
         refused = bool(refusal(text))
         if alone and not refused:
@@ -133,7 +133,7 @@ class Judge:
             if keyword in ("$defs", "definitions"):
                 continue
             del node[keyword]
-            fixed = not self._refused(document, pointer) and self._left > 0
+            fixed = not self._refused(document, pointer) and self.left > 0
             node.clear()
             node.update(whole)  # in the old order: it is the order of the output's keys
             if fixed:

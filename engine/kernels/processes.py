@@ -105,7 +105,7 @@ class Workers:
 def _begin(parent: int) -> None:
     """In a worker, first of all: no GPU is opened, and everything is imported."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from engine.server import die_with_parent
+    from engine.parent import die_with_parent
 
     die_with_parent(parent)
     import_module("triton")

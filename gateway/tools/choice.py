@@ -15,7 +15,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from engine.grammar.schema import BadSchema, Checked, Dropped, Judge, check, embed, measure
+from engine.grammar.schema import (
+    BadSchema,
+    Checked,
+    Dropped,
+    Judge,
+    check_apart,
+    embed,
+    measure,
+)  # fmt: skip
 from engine.messages import Grammar
 from gateway.tools import Choice, Format, Tool
 from gateway.tools.finished import complaint
@@ -286,7 +294,7 @@ def _check(
     what: str, param: str, schema: object, strict: bool, root: Any, judge: Judge
 ) -> Checked:
     try:
-        return check(schema, strict=strict, root=root, judge=judge)
+        return check_apart(schema, strict=strict, root=root, judge=judge)
     except BadSchema as bad:
         raise _named(bad, what, param) from None
 

@@ -328,6 +328,24 @@ def test_a_state_knows_whether_it_is_in_a_string_through_rollbacks_and_free_text
     assert state.lexical == lexical.OUTSIDE
 
 
+@pytest.mark.parametrize("pattern", ["^[0-9]{{4}}-{}x$", "{}[ab]+y", "^[A-Z]{{3}}-{}[0-9]{{4}}$"])
+def test_of_many_patterns_each_property_is_ended_by_its_own(
+    compiler: Compiler, pattern: str
+) -> None:
+    def level(most: int, **more: Any) -> dict[str, Any]:
+        texts = {f"p{i}": {"type": "string", "pattern": pattern.format(i + most)}
+                 for i in range(most)}  # fmt: skip
+        return record({**texts, **more}, [*texts, *more])
+
+    schema = level(200, inner=level(150))  # names come twice, with other patterns
+    plan = compiler.compile(lark(schema)).planner.start_plan
+    assert plan is not None
+    whole_text = compiler.vocabulary.tokenizer.decode_bytes(list(plan))
+    jsonschema.validate(json.loads(whole_text), schema)
+    middle = len(whole_text) * 4 // 5  # from where the rest is within the steps
+    assert ending(compiler, schema, whole_text[:middle]) == whole_text[middle:]
+
+
 def test_texts_are_read_off_patterns() -> None:
     def of(pattern: str) -> list[bytes]:
         return list(read(f"start: %json {json.dumps({'pattern': pattern})}").hints)

@@ -208,3 +208,29 @@ def test_opposites_within_opposites_are_counted() -> None:
     with pytest.raises(NoOpposite):
         told.of({"type": "null"})  # which has one, but not after so many
     assert len(seen) <= VISITS
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"oneOf": [{"required": ["d"]}, {"required": ["c", "b"]}]},
+        {"not": {"required": ["d", "a"]}},
+        {"if": {"required": ["d"]}, "then": {"required": ["a"]}, "else": {"required": ["c"]}},
+        {"dependentRequired": {"d": ["b"]}},
+    ],
+    ids=lambda keyword: next(iter(keyword)),
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_said_otherwise_keeps_the_schemas_own_order_of_keys(
+    keyword: dict[str, Any], first: bool
+) -> None:
+    plain = {"type": "object", "properties": {name: whole(0, 9) for name in "abcd"}}
+    schema = {**keyword, **plain} if first else {**plain, **keyword}
+    said, judge = strict(schema), Draft202012Validator(schema)
+    assert said.rewritten
+    for size in range(5):
+        for keys in itertools.permutations("abcd", size):
+            value = dict.fromkeys(keys, 1)
+            ordered = list(keys) == sorted(keys)  # as llguidance writes an object, always
+            assert says(said, value) == (ordered and judge.is_valid(value)), value
+            assert says(strict(plain), value) == ordered

@@ -218,7 +218,7 @@ def test_a_header_is_ascii_whatever_the_schema_is_called() -> None:
 def test_the_same_tools_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = msgspec.json.encode([tool("once", record({"zz": whole(3, 77)}))])
     first = planned(msgspec.Raw(raw))
-    monkeypatch.setattr("gateway.tools.choice.check", lambda *_, **__: pytest.fail("again"))
+    monkeypatch.setattr("gateway.tools.choice.check_apart", lambda *_, **__: pytest.fail("again"))
     assert planned(raw) == first
     with pytest.raises(pytest.fail.Exception, match="again"):
         planned(raw.replace(b"77", b"78"))
