@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -23,6 +24,7 @@ from engine.loop import Engine  # noqa: E402
 from engine.messages import Sampling, Submit  # noqa: E402
 from speculative.captured import CapturedEagle3  # noqa: E402
 from speculative.eagle3 import Eagle3  # noqa: E402
+from tests.captured import KnowingChains  # noqa: E402
 from tests.driver import Run  # noqa: E402
 from tests.heads import config, head_of  # noqa: E402
 from tests.tiny import write_llama  # noqa: E402
@@ -116,3 +118,19 @@ def test_a_cached_prefix_is_drafted_behind_as_if_it_had_been_computed(folder, mo
         monkeypatch=monkeypatch)
     assert (warm[2], cold[2]) == (128, 0)
     assert warm[:2] == cold[:2] and warm[1]
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_right_chains_are_taken_and_no_answer_changes(folder, wrong):
+    """Also where a step without chains flies ahead of one that has some, and where one forks."""
+    submits = [*asks(), Submit("n", [4, 5, 6], 9, Sampling(temperature=1.0, seed=9), n=2)]
+    wanted = Run(make(folder, None, False)).put(*submits).drain().tokens
+    texts = {one.sampling.seed: [*one.prompt, *wanted[one.id, 0]] for one in submits}
+    engine = make(folder, KnowingChains(texts, wrong, DEVICE), True)
+    lengths = itertools.cycle([3, 0, 0, 2, 1])
+    for ahead in (engine.guessing.ahead, lambda *given: next(lengths)):
+        engine.guessing.ahead = ahead
+        assert Run(engine).put(*submits).drain().tokens == wanted
+    matched, drafted = engine.guessing.accepted, engine.guessing.drafted
+    assert (0 < matched < drafted) if wrong else matched > 25
+    assert engine.pool.used == 0
