@@ -5,7 +5,7 @@
     optimise    the head unrolled on its own features        state.safetensors, train.jsonl
     evaluate    held-out answers, place by place             evaluation.json
     export      what vLLM, SGLang and we load, and its card  head/
-    measure     tau by the engine itself, on its CPU         served.json, the card again
+    measure     tau by the engine itself, on its CPU         the card again
 
 Every stage goes on where the last run of it ended.  Recipe: EAGLE-3 (Li et al., 2025) with the
 norms of EAGLE-3.1, on answers of the target itself.

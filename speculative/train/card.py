@@ -31,6 +31,16 @@ class Card(msgspec.Struct, frozen=True):
     rows: list[Row]
     served: list[Served] = []  # measured with the engine
 
+    @classmethod
+    def read(cls, folder: Path) -> Card:
+        """What `write` wrote; raise ValueError."""
+        try:
+            return msgspec.json.decode((folder / "card.json").read_bytes(), type=cls)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{folder / 'card.json'} is not there; run the stage `export` first."
+            ) from None
+
     def write(self, folder: Path) -> None:
         """card.json for programs, README.md for people."""
         shards.replace(folder / "card.json", msgspec.json.format(msgspec.json.encode(self)))
@@ -54,8 +64,9 @@ class Card(msgspec.Struct, frozen=True):
             "sentence is held out and in no training conversation.",
             f"- Vocabulary: {self.coverage:.2%} of the generated training tokens, held-out "
             f"{covered}; {self.forced:,} tokens kept for what they are.",
-            f"- Training: {self.steps:,} steps of {recipe.rows} rows of {recipe.length:,} tokens, "
-            f"unrolled {recipe.unroll} steps, AdamW, rate {recipe.rate:g}, seed {recipe.seed}.",
+            f"- Training: {self.steps:,} steps{'' if recipe.steps else ', what the time allowed,'} "
+            f"of {recipe.rows} rows of {recipe.length:,} tokens, unrolled {recipe.unroll} steps, "
+            f"AdamW, rate {recipe.rate:g}, seed {recipe.seed}.",
             "",
             "## Held-out answers",
             "",

@@ -21,9 +21,9 @@ from engine.noise import gumbel_at
 from engine.proposer import Turn
 from speculative.head import HeadConfig
 from speculative.suffix import SuffixDrafts
-from speculative.train.packing import Batch, Corpus
+from speculative.train.packing import ALIGNED, Batch, Corpus
 from speculative.train.shards import Entry, Ids
-from speculative.train.target import Target, Wanted
+from speculative.train.target import Target, Wanted, kernels
 from speculative.train.unroll import Drawn, Weights, unroll
 
 PLACES = 7  # of a chain
@@ -72,7 +72,8 @@ def evaluate(
     every = corpus.rows(0)
     for at in range(0, len(every), rows):
         picked = every[at : at + rows]
-        judged = _judged(weights, config, target, corpus.batch(picked), corpus, picked, kept)
+        batch = corpus.batch(picked, ALIGNED if target.device.type == "cuda" else 1)
+        judged = _judged(weights, config, target, batch, corpus, picked, kept)
         for i, table in judged:
             entry, ids = corpus.sequences[i]
             steps = [walked(table.hits, k) for k in range(1, PLACES + 1)]
@@ -104,24 +105,25 @@ def _judged(
 ) -> list[tuple[int, Table]]:
     """Every sequence of a batch with its table."""
     batch = batch.to(target.device)
-    features, last = target.run(batch)
+    with kernels(target.device):
+        features, last = target.run(batch)
     wanted = target.wanted(batch, last, kept)
     read = torch.float64 if target.dtype == torch.float64 else torch.float32
     weights = {name: value.to(read) for name, value in weights.items()}
-    drawn = unroll(weights, config, batch, features.to(read), wanted.row,
+    drawn = unroll(weights, config, batch, features.to(read), wanted,
                    target.embedding.to(read), PLACES)
-    shape = (*batch.starts.shape, PLACES)
+    shape = (batch.starts.numel(), PLACES)
     live, right, hits = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
     alpha = torch.zeros(shape)
     seeds, heats = _sampling(batch, corpus, rows)
-    for place, one in enumerate(drawn):
-        where = one.live.cpu()
-        live[..., place] = where
-        ok, accept, drafts = _compared(one, wanted, batch, place, seeds, heats, kept)
-        right[..., place][where] = ok
-        alpha[..., place][where] = accept
-        hits[..., place][where] = drafts
-    return list(_split(batch, rows, live, right, hits, alpha))
+    with kernels(target.device):
+        for place, one in enumerate(drawn):
+            where = one.chains.cpu()
+            live[where, place] = True
+            right[where, place], alpha[where, place], hits[where, place] = _compared(
+                one, wanted, batch, place, seeds, heats, kept)
+    shape = (*batch.starts.shape, PLACES)
+    return list(_split(batch, rows, *(x.view(shape) for x in (live, right, hits, alpha))))
 
 
 def _sampling(
@@ -149,10 +151,11 @@ def _compared(
     logits = one.logits.double() if one.logits.dtype == torch.float64 else one.logits.float()
     right = (logits.argmax(-1) == wanted.best[one.wanted]) & wanted.inside[one.wanted]
     alpha = torch.minimum(share, logits.softmax(-1)).sum(-1)
-    at = (batch.starts + 2 + place).clamp(max=batch.tokens.shape[1] - 1)
-    actual = batch.tokens.gather(1, at)[one.live]
-    positions = batch.positions.gather(1, at)[one.live]
-    heat, seed = heats[one.live], seeds[one.live]
+    at = batch.behind(2 + place)
+    actual, positions, heat, seed = (
+        x.flatten()[one.chains]
+        for x in (batch.tokens.gather(1, at), batch.positions.gather(1, at), heats, seeds)
+    )
     noisy = logits.clone()
     hot = heat > 0
     if hot.any():

@@ -13,8 +13,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from speculative.train import shards
 from speculative.train.shards import Entry, Ids
 
 WINDOW = 4096  # sequences that are packed together
+ALIGNED = 64  # on a GPU Q is a multiple of it: masks are read where they are, and shapes repeat
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,30 @@ class Batch:
     documents: Tensor  # [rows, length] int64: the sequence in the row; -1 = padding
     starts: Tensor  # [rows, Q] int64: places where chains begin; 0 where there is none
     left: Tensor  # [rows, Q] int64: tokens of the target's own that such a chain meets; 0 = none
+    chains: Tensor  # [C] int64: places in [rows * Q] where chains begin, the longest chains first
+    alive: tuple[int, ...]  # how many of them have a token left to meet at step 0, 1, ...
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
-        return Batch(*(
-            getattr(self, one.name).to(device, non_blocking=True) for one in fields(self)
-        ))  # fmt: skip
+        """The same on a device; the copies wait for nothing that runs there."""
+
+        def moved(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.device == device:
+                return x
+            return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+        return Batch(*(moved(getattr(self, one.name)) for one in fields(self)))
+
+    def living(self, step: int) -> Tensor:
+        """`chains` that have a token left at a step, [R].
+
+        How many is known on the host: counting them on a device would stop it at every step.
+        """
+        return self.chains[: self.alive[step]]
+
+    def behind(self, step: int) -> Tensor:
+        """[rows, Q] int64: the place `step` tokens behind each chain's beginning, cut at the end.
+        """
+        return (self.starts + step).clamp(max=self.tokens.shape[1] - 1)
 
     @property
     def real(self) -> int:
@@ -57,7 +79,7 @@ class Corpus:
             if entry.length <= length and entry.length - entry.prompt > 1
         ]
         self.length, self._seed = length, seed
-        self._rows: dict[int, list[list[int]]] = {}  # of the newest epoch
+        self._rows: dict[int, list[list[int]]] = {}  # of epoch 0 and the newest one
 
     @classmethod
     def open(cls, folder: Path, length: int, seed: int, *, held_out: bool) -> Corpus:
@@ -83,7 +105,9 @@ class Corpus:
                 for row in self._packed([int(i) for i in order[at : at + WINDOW]])
             ]
             mixed = np.random.default_rng((self._seed, epoch, 1)).permutation(len(rows))
-            self._rows = {epoch: [rows[i] for i in mixed]}
+            # Every step asks for epoch 0, too: its rows say how many steps an epoch has.
+            first = {0: self._rows[0]} if 0 in self._rows else {}
+            self._rows = first | {epoch: [rows[i] for i in mixed]}
         return self._rows[epoch]
 
     def _packed(self, order: list[int]) -> list[list[int]]:
@@ -111,25 +135,30 @@ class Corpus:
         """These rows as tensors; Q is a multiple of `multiple`, so that shapes repeat."""
         tokens = np.zeros((len(rows), self.length), np.int64)
         positions, documents = np.zeros_like(tokens), np.full_like(tokens, -1)
-        starts: list[list[int]] = []
-        left: list[list[int]] = []
+        starts, left = list[Places](), list[Places]()
         for number, row in enumerate(rows):
-            at, begins, rest = 0, list[int](), list[int]()
+            at, begins, rest = 0, list[Places](), list[Places]()
             for document, i in enumerate(row):
                 entry, ids = self.sequences[i]
                 part = slice(at, at + entry.length)
                 tokens[number, part] = ids
                 positions[number, part] = np.arange(entry.length)
                 documents[number, part] = document
-                begins += range(at + entry.prompt - 1, at + entry.length - 2)
-                rest += range(entry.length - entry.prompt - 1, 0, -1)
+                begins.append(np.arange(at + entry.prompt - 1, at + entry.length - 2))
+                rest.append(np.arange(entry.length - entry.prompt - 1, 0, -1))
                 at += entry.length
-            starts.append(begins)
-            left.append(rest)
+            starts.append(np.concatenate(begins))
+            left.append(np.concatenate(rest))
         width = -(-max(len(one) for one in starts) // multiple) * multiple
+        begin, rests = _padded(starts, width), _padded(left, width)
+        flat = rests.ravel()
+        chains = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
+        # Of the chains with n tokens or more, for n = 1, 2, ...
+        alive = np.bincount(flat)[::-1].cumsum()[-2::-1]
+        made = torch.from_numpy
         return Batch(
-            torch.from_numpy(tokens), torch.from_numpy(positions), torch.from_numpy(documents),
-            _padded(starts, width), _padded(left, width),
+            made(tokens), made(positions), made(documents), made(begin), made(rests), made(chains),
+            tuple(int(count) for count in alive),
         )
 
     def batches(self, rows: int, multiple: int = 1) -> Iterator[Batch]:
@@ -138,14 +167,24 @@ class Corpus:
         for at in range(0, len(every), rows):
             yield self.batch(every[at : at + rows], multiple)
 
-    def step(self, number: int, rows: int, multiple: int = 1) -> Batch:
-        """The batch of training step `number`: a function of the seed and that number alone."""
+    def step(
+        self, number: int, rows: int, multiple: int = 1, micro: int | None = None
+    ) -> list[Batch]:
+        """The batches of training step `number`, of `micro` rows each: by itself one.
+
+        A function of the seed and that number alone.
+        """
         most = max(len(self.rows(0)) // rows, 1)
         epoch, place = divmod(number, most)
         every = self.rows(epoch)
         picked = [every[i % len(every)] for i in range(place * rows, (place + 1) * rows)]
-        return self.batch(picked, multiple)
+        count = micro or rows
+        return [self.batch(picked[at : at + count], multiple) for at in range(0, rows, count)]
 
 
-def _padded(rows: list[list[int]], width: int) -> Tensor:
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+def _padded(rows: list[Places], width: int) -> Places:
+    """[rows, width]: zeros behind each."""
+    found = np.zeros((len(rows), width), np.int64)
+    for number, row in enumerate(rows):
+        found[number, : len(row)] = row
+    return found

@@ -4,7 +4,8 @@
     00012.ids    prompt and answer, prompt and answer, ... little-endian
     00012.json   the index: one entry an answer, and a checksum of the ids
 
-The index is renamed into place last, so a shard is whole or is not there.
+The index is renamed into place last, so a shard is whole or is not there.  Several processes may
+fill one folder when each has shards of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -94,12 +96,14 @@ def check_size(run: Run) -> None:
 
 
 def begin(folder: Path, run: Run) -> None:
-    """Note what the folder's shards are made with; raise BadShard when it has others."""
+    """Note what the folder's shards are made with; raise BadShard when it has others.
+
+    Processes that begin one folder at a time write the same, or all but one are refused.
+    """
     path = folder / "run.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         replace(path, msgspec.json.encode(run))
-        return
     known = read_run(folder)
     for name in run.__struct_fields__:
         if name != "model" and getattr(known, name) != getattr(run, name):
@@ -163,10 +167,13 @@ def every(folder: Path) -> Iterator[Shard]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    """Write a file whole or not at all; other processes may write the same one."""
+    part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

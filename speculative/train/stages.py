@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import torch
@@ -39,7 +38,6 @@ from speculative.train.target import Target
 from speculative.train.unroll import head_config
 from speculative.train.vocabulary import Kept
 
-T = TypeVar("T")
 MOST_LOOKED = 500  # conversations for one that is held out and fits
 
 
@@ -53,6 +51,7 @@ class Wish(msgspec.Struct, frozen=True):
     dtype: str = "auto"  # of the target
     seed: int = 0
     shards: int = 16
+    first_shard: int = 0  # that `generate` fills; other processes fill those before
     per_shard: int = 1024
     max_len: int = 2048
     vocab: int = 8192
@@ -87,12 +86,18 @@ class Stages:
     # ---- the stages ------------------------------------------------------------------------------
 
     def generate(self) -> None:
-        """Fill the shards that are missing."""
+        """Fill the shards that are missing, from `first_shard` on; raise ValueError or BadShard."""
+        own = range(self.wish.first_shard, self.wish.shards)
+        if not own:
+            raise ValueError(
+                f"--first-shard is {own.start}, but the last of --shards {own.stop} is "
+                f"{own.stop - 1}. Give a lower one, or more shards."
+            )
         shards.check_size(self.run)
         shards.begin(self.folder, self.run)
-        wanted = missing(self.folder, self.run, range(self.wish.shards))
+        wanted = missing(self.folder, self.run, own)
         if not wanted:
-            self.tell(f"generate: all {self.wish.shards} shards are there")
+            self.tell(f"generate: all {len(own)} shards are there")
             return
         preparing = Preparing(
             self.wish.asker, self.checkpoint, self.wish.seed, self.wish.workers)
@@ -105,7 +110,7 @@ class Stages:
         finally:
             preparing.close()
         seconds = time.monotonic() - began
-        left = self.wish.shards - len(shards.numbers(self.folder))
+        left = len(set(own) - set(shards.numbers(self.folder)))
         self.tell(f"generate: {len(done)} shards, {work.tokens:,} tokens in {seconds:.1f} s "
                   f"({work.tokens / seconds:,.0f} tokens/s); {left} shards are missing")
 
@@ -131,16 +136,17 @@ class Stages:
         training = self._training(target, config, kept)
         corpus = Corpus.open(self.folder, self.recipe.length, self.recipe.seed, held_out=False)
         self.tell(f"optimise: {len(corpus.sequences):,} answers, {corpus.tokens:,} tokens with "
-                  f"prompts, from step {training.step} of {self.recipe.steps}")
+                  f"prompts, from step {training.step} of {training.steps or 'what time allows'}")
         train(training, target, corpus, kept, self.out, deadline=self.wish.deadline,
               tell=self.tell)
-        done = "done" if training.step >= self.recipe.steps else "run it again to go on"
-        self.tell(f"optimise: step {training.step} of {self.recipe.steps}, {done} ({STATE})")
+        done = 0 < training.steps <= training.step
+        self.tell(f"optimise: step {training.step} of {training.steps or 'what time allows'}, "
+                  f"{'done' if done else 'run it again to go on'} ({STATE})")
 
     def evaluate(self) -> list[Row]:
         """Judge the newest state on what was held out."""
         target, config, kept = self._target()
-        training = self._training(target, config, kept)
+        training = self._trained(target, config, kept)
         corpus = Corpus.open(self.folder, self.recipe.length, self.recipe.seed, held_out=True)
         rows = evaluate(
             training.weights, config, target, corpus, kept, answers=self.wish.answers)
@@ -155,22 +161,26 @@ class Stages:
     def export(self) -> None:
         """Write the folder that is loaded, and its card."""
         target, config, kept = self._target()
-        training = self._training(target, config, kept)
+        training = self._trained(target, config, kept)
         names = vocabulary.read(self.out / "vocabulary.json")
         head = self.out / "head"
         size = export(head, training.weights, config, names, target.config)
         found = [shard.index for shard in shards.every(self.folder)]
-        rows = _known(self.out / "evaluation.json", list[Row])
-        served = _known(self.out / "served.json", list[Served])
+        path = self.out / "evaluation.json"
+        rows = msgspec.json.decode(path.read_bytes(), type=list[Row]) if path.exists() else []
         Card(
             self.wish.command, self.run, self.recipe, sum(len(one.entries) for one in found),
             sum(one.tokens for one in found), training.step, size, len(names.ids), names.forced,
-            names.coverage, names.held_out, rows, served,
+            names.coverage, names.held_out, rows,
         ).write(head)
         self.tell(f"export: {head}, {size / 1e6:.2f} MB")
 
     def measure(self) -> None:
-        """Answer held-out conversations without drafts, with the head, and with suffix drafts."""
+        """Answer held-out conversations without drafts, with the head, and with suffix drafts.
+
+        Reads the exported head and no state, so that another machine than the trainer's can do it.
+        """
+        card = Card.read(self.out / "head")
         target, _, _ = self._target(torch.device("cpu"))
         most = self.recipe.unroll - 1
         head = open_head(
@@ -189,8 +199,7 @@ class Stages:
         for one in found:
             self.tell(f"measure: {one.drafts:6} {one.domain:6} {one.answers} answers, k={most}, "
                       f"tau {one.tau:.2f}, {one.speed:.1f} tokens/s")
-        shards.replace(self.out / "served.json", msgspec.json.encode(found))
-        self.export()
+        msgspec.structs.replace(card, served=found).write(self.out / "head")
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -219,8 +228,6 @@ class Stages:
         self, device: torch.device | None = None
     ) -> tuple[Target, HeadConfig, torch.Tensor]:
         """The model, the head's shape, the kept ids, on the device that was asked for."""
-
-
         ids = vocabulary.read(self.out / "vocabulary.json").ids
         config = head_config(self.checkpoint.config, len(ids))
         device = device or pick(self.wish.device)
@@ -229,11 +236,17 @@ class Stages:
         return target, config, torch.tensor(ids, device=device)
 
     def _training(self, target: Target, config: HeadConfig, kept: torch.Tensor) -> Training:
-
         training = Training.begin(config, self.recipe, target, kept)
         if (self.out / STATE).exists():
             training.restore(self.out / STATE)
         return training
+
+    def _trained(self, target: Target, config: HeadConfig, kept: torch.Tensor) -> Training:
+        """The newest state; raise ValueError where there is none: no fresh head is exported."""
+        path = self.out / STATE
+        if not path.exists():
+            raise ValueError(f"{path} is not there; run the stage `optimise` first.")
+        return self._training(target, config, kept)
 
 
 def held_out(asker: str, checkpoint: Checkpoint, run: Run, count: int) -> list[Asked]:
@@ -247,11 +260,6 @@ def held_out(asker: str, checkpoint: Checkpoint, run: Run, count: int) -> list[A
             if len(ids) + one.max_tokens <= run.max_len:
                 found.append(Asked(one, ids, grammar))
     return found
-
-
-def _known(path: Path, kind: type[T]) -> T:
-    """What a stage left, or an empty one."""
-    return msgspec.json.decode(path.read_bytes(), type=kind) if path.exists() else kind()
 
 
 def _free() -> None:

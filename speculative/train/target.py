@@ -6,12 +6,14 @@ within each sequence of a row, and nothing written.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.layers import Linear, Norm, rotary_tables, rotate
 from engine.models import Model, family
@@ -23,6 +25,26 @@ if TYPE_CHECKING:
     from engine.model_config import ModelConfig
 
 CHUNK = 8192  # rows of logits over the whole vocabulary at a time
+MASKED = -3e4  # added to a score: its share is 0 exactly, and no kernel meets -inf minus -inf
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where attention may look and MASKED elsewhere: what fused kernels read, made once."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, MASKED)
+
+
+def kernels(device: torch.device) -> AbstractContextManager[None]:
+    """Which of torch's attention kernels may be chosen.
+
+    On a GPU the one that reads masks and keeps no scores, or the plain formula.  cuDNN's plans anew
+    for every shape, and here most batches have one of their own.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    # Without types in torch.
+    chosen: AbstractContextManager[None] = sdpa_kernel(  # type: ignore[no-untyped-call]
+        [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +52,13 @@ class Wanted:
     """The target's distributions of tokens that drafts are compared with, at temperature 1."""
 
     row: Tensor  # [rows, length] int64: where a place's distribution of the NEXT token is; -1
-    share: Tensor  # [R, draft_vocab] float: probability of each token that is kept
-    inside: Tensor  # [R] bool: the likeliest token of all is one of them
-    best: Tensor  # [R] int64: that token's place in the draft vocabulary, where it is inside
+    share: Tensor  # [C, draft_vocab] float: probability of each token that is kept
+    inside: Tensor  # [C] bool: the likeliest token of all is one of them
+    best: Tensor  # [C] int64: that token's place in the draft vocabulary, where it is inside
+
+    def met(self, batch: Batch, step: int) -> Tensor:
+        """[R] int64: the row here that each of `batch.living(step)` is compared with."""
+        return self.row.gather(1, batch.behind(1 + step)).flatten()[batch.living(step)]
 
 
 class Target:
@@ -64,14 +90,14 @@ class Target:
     @torch.no_grad()
     def wanted(self, batch: Batch, last: Tensor, kept: Tensor) -> Wanted:
         """Distributions over the `kept` ids [draft_vocab] wherever a chain may need one."""
-        needed = torch.zeros_like(batch.tokens, dtype=torch.bool)
         # A chain that begins at i meets the tokens i+2 .. i+1+left, which are drawn one place
-        # before; and every one of those is met by some chain as its first.
-        needed.scatter_(1, torch.where(batch.left > 0, batch.starts + 1, 0), batch.left > 0)
-        needed[:, 0] = False  # where padding was scattered to; no chain needs it
-        rows = last[needed]
+        # before; and every one of those is met by one chain as its first.
+        count, length = batch.starts.shape[1], batch.tokens.shape[1]
+        begins = batch.starts.flatten()[batch.chains]
+        places = batch.chains // count * length + begins + 1
+        rows = last.flatten(0, 1)[places]
         row = torch.full_like(batch.tokens, -1)
-        row[needed] = torch.arange(len(rows), device=row.device)
+        row.view(-1)[places] = torch.arange(len(rows), device=row.device)
         parts = [self._part(rows[at : at + CHUNK], kept) for at in range(0, len(rows), CHUNK)]
         share, best = (torch.cat(part) for part in zip(*parts, strict=True))
         place = torch.searchsorted(kept, best).clamp_(max=len(kept) - 1)
@@ -94,9 +120,9 @@ class PackedOps:
         positions = batch.positions.view(-1)
         self._cos, self._sin = cos.index_select(0, positions), sin.index_select(0, positions)
         documents = batch.documents
-        # Padding attends to itself: a row of attention without a key would be NaN.
+        # Padding attends to itself: a row of attention without a key would be a mean of all.
         same = documents[:, :, None] == documents[:, None, :]
-        self._mask = same.tril_()[:, None]
+        self._mask = additive(same.tril_(), cos.dtype)[:, None]
 
     def embed(self, table: Tensor) -> Tensor:
         """See Ops."""

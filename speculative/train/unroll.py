@@ -11,8 +11,9 @@ rows of rows and with gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from engine.model_config import ModelConfig
 from speculative.head import HeadConfig, shapes
 from speculative.rotary import turns
 from speculative.train.packing import Batch
-from speculative.train.target import Wanted
+from speculative.train.target import Wanted, additive
 
 Weights = Mapping[str, Tensor]
 DECAY = 0.8  # weight of a step over that of the step before
@@ -72,46 +73,44 @@ def fresh(
 class Drawn:
     """One step of the unroll."""
 
-    logits: Tensor  # [R, draft_vocab] of the live rows
-    live: Tensor  # [rows, Q] bool: chains that still have a token to meet
+    logits: Tensor  # [R, draft_vocab]
+    chains: Tensor  # [R] int64: those of the batch that still have a token to meet
     wanted: Tensor  # [R] int64: each one's row of `Wanted`
 
 
 def unroll(
-    weights: Weights, config: HeadConfig, batch: Batch, features: Tensor, row: Tensor,
+    weights: Weights, config: HeadConfig, batch: Batch, features: Tensor, wanted: Wanted,
     embedding: Tensor, steps: int,
 ) -> Iterator[Drawn]:
     """The head's logits step by step, at most `steps`, while any chain is left.
 
-    `features` [rows, length, taps * hidden] of the target, `row` of Wanted; teacher-forced.
+    `features` [rows, length, taps * hidden] of the target; teacher-forced.
     """
-    turning = Turning(config, int(batch.positions.max()) + steps + 1, features)
+    steps = min(steps, len(batch.alive))
+    turning = _turning(config, batch.tokens.shape[1] + steps, features.dtype, features.device)
     fused = _fused(weights, config, features)
     following = batch.tokens.roll(-1, 1)
     first = _inputs(weights, config, fused, F.embedding(following, embedding))
-    keys, values = _keys(weights, config, first, turning.at(batch.positions))
+    seen = [_keys(weights, config, first, turning.at(batch.positions))]
     pick = batch.starts[..., None]
     inputs = first.gather(1, pick.expand(-1, -1, first.shape[-1]))
     feature = fused.gather(1, pick.expand(-1, -1, config.hidden))
     start = batch.positions.gather(1, batch.starts)
-    mask = _visible(batch)
-    own: list[tuple[Tensor, Tensor]] = []
-    last = batch.tokens.shape[1] - 1
+    mask = _visible(batch, steps, seen[0][1].dtype)
     for step in range(steps):
-        live = batch.left > step
-        if not live.any():
-            return
         turn = turning.at(start + step)
         if step:
-            token = batch.tokens.gather(1, (batch.starts + 1 + step).clamp(max=last))
+            token = batch.tokens.gather(1, batch.behind(1 + step))
             inputs = _inputs(weights, config, feature, F.embedding(token, embedding))
-            own.append(_keys(weights, config, inputs, turn))
-        mixed = _attended(_query(weights, config, inputs, turn), keys, values, mask, own)
+            seen.append(_keys(weights, config, inputs, turn))
+        mixed = _attended(_query(weights, config, inputs, turn), seen, mask)
         state = feature + F.linear(mixed, weights["layers.0.self_attn.o_proj.weight"])
         state = state + _mlp(weights, config, state)
         feature = _normed(state, weights["norm.weight"], config)
-        met = row.gather(1, (batch.starts + 1 + step).clamp(max=last))
-        yield Drawn(F.linear(feature[live], weights["lm_head.weight"]), live, met[live])
+        chains = batch.living(step)
+        picked = feature.flatten(0, 1).index_select(0, chains)
+        logits = F.linear(picked, weights["lm_head.weight"])
+        yield Drawn(logits, chains, wanted.met(batch, step))
 
 
 # -- parts of the head
@@ -120,14 +119,18 @@ def unroll(
 class Turning:
     """Rotary tables, by position."""
 
-    def __init__(self, config: HeadConfig, length: int, like: Tensor) -> None:
-        cos, sin = turns(config.head_dim, config.rope_theta, config.rope_scaling, length,
-                         like.dtype)
-        self._cos, self._sin = cos.to(like.device), sin.to(like.device)
+    def __init__(
+        self, config: HeadConfig, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        cos, sin = turns(config.head_dim, config.rope_theta, config.rope_scaling, length, dtype)
+        self._cos, self._sin = cos.to(device), sin.to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [rows, n, 1, head_dim], for `positions` [rows, n]."""
         return self._cos[positions], self._sin[positions]
+
+
+_turning = lru_cache(maxsize=4)(Turning)  # the same for all batches of a training
 
 
 def _fused(weights: Weights, config: HeadConfig, features: Tensor) -> Tensor:
@@ -158,40 +161,40 @@ def _keys(
 def _query(
     weights: Weights, config: HeadConfig, inputs: Tensor, turn: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """[rows, n, kv_heads, groups, head_dim], scaled."""
+    """[rows, n, heads, head_dim]."""
     query = F.linear(inputs, weights["layers.0.self_attn.q_proj.weight"])
-    rows = inputs.shape[:2]
-    turned = rotate(query.view(*rows, config.heads, config.head_dim), *turn)
-    groups = config.heads // config.kv_heads
-    scaled: Tensor = turned.to(query.dtype) * config.head_dim**-0.5
-    return scaled.view(*rows, config.kv_heads, groups, config.head_dim)
+    turned: Tensor = rotate(query.view(*inputs.shape[:2], config.heads, config.head_dim), *turn)
+    return turned.to(query.dtype)
 
 
-def _visible(batch: Batch) -> Tensor:
-    """[rows, 1, Q, 1, length] bool: the keys of step 0 that each chain's beginning sees."""
+def _visible(batch: Batch, steps: int, dtype: torch.dtype) -> Tensor:
+    """[rows, 1, Q, length + (steps - 1) * Q]: what is added to the scores of each chain.
+
+    It sees the keys of step 0 up to its beginning, and of each later step its own one.
+    """
+    rows, count = batch.starts.shape
     places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     documents = batch.documents.gather(1, batch.starts)
     same = documents[..., None] == batch.documents[:, None, :]
-    return (same & (places <= batch.starts[..., None]))[:, None, :, None]
+    own = torch.eye(count, dtype=torch.bool, device=places.device).expand(rows, -1, -1)
+    seen = torch.cat((same & (places <= batch.starts[..., None]), *[own] * (steps - 1)), dim=-1)
+    return additive(seen, dtype)[:, None]
 
 
-def _attended(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, own: list[tuple[Tensor, Tensor]]
-) -> Tensor:
+def _attended(query: Tensor, seen: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     """One softmax over step 0's visible keys and each row's own later ones.
 
-    [rows, Q, heads * head_dim].
+    [rows, Q, heads * head_dim].  The own keys of all chains stand behind the row's keys, where all
+    but one are masked: twice the products, but a kernel of torch's that keeps no scores does it.
     """
-    scores = torch.einsum("bqhgd,bkhd->bhqgk", query, keys)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    later = [torch.einsum("bqhgd,bqhd->bhqg", query, key)[..., None] for key, _ in own]
-    odds = torch.cat((scores, *later), dim=-1).softmax(-1, dtype=_wide(scores)).to(values.dtype)
-    count = keys.shape[1]
-    mixed = torch.einsum("bhqgk,bkhd->bqhgd", odds[..., :count], values)
-    for i, (_, value) in enumerate(own):
-        share = odds[..., count + i].permute(0, 2, 1, 3)[..., None]
-        mixed = mixed + share * value[:, :, :, None]
-    return mixed.flatten(2)
+    groups = query.shape[2] // seen[0][0].shape[2]
+    key, value = (
+        torch.cat(parts, dim=1).transpose(1, 2).repeat_interleave(groups, 1)
+        for parts in zip(*seen, strict=True)
+    )
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key, value, attn_mask=mask[..., : key.shape[2]])
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def _mlp(weights: Weights, config: HeadConfig, state: Tensor) -> Tensor:
@@ -213,8 +216,31 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """What the losses of a step's batches are shares of; a list has an entry a step of the unroll.
+    """
+
+    chains: list[int]  # that have a token to meet
+    inside: list[Tensor]  # of them, those whose likeliest token can be drawn
+
+    @classmethod
+    def of(cls, batches: Sequence[tuple[Batch, Wanted]], steps: int) -> Whole:
+        """Count all batches of one step of the optimiser."""
+        chains, inside = list[int](), list[Tensor]()
+        for step in range(min(steps, max(len(batch.alive) for batch, _ in batches))):
+            there = [pair for pair in batches if step < len(pair[0].alive)]
+            chains.append(sum(batch.alive[step] for batch, _ in there))
+            counts = [wanted.inside[wanted.met(batch, step)].sum() for batch, wanted in there]
+            inside.append(torch.stack(counts).sum().clamp(min=1))
+        return cls(chains, inside)
+
+
+@dataclass(frozen=True, slots=True)
 class Losses:
-    """Of one unroll; the lists have an entry a step."""
+    """A batch's shares of what its step gives, so that sums over batches are means over the step.
+
+    The lists have an entry a step of the unroll.
+    """
 
     loss: Tensor
     divergence: list[Tensor]  # KL(target || head) over the draft vocabulary, mean
@@ -222,7 +248,7 @@ class Losses:
     alpha: list[Tensor]  # mean sum of min(p, q): what rejection sampling would accept
 
 
-def losses(drawn: Iterator[Drawn], wanted: Wanted, *, hybrid: bool) -> Losses:
+def losses(drawn: Iterator[Drawn], wanted: Wanted, whole: Whole, *, hybrid: bool) -> Losses:
     """Soft cross entropy within the draft vocabulary, step s weighted by DECAY ** s.
 
     Rows whose likeliest token cannot be drawn teach nothing but count as wrong.  `hybrid` mixes in
@@ -237,17 +263,18 @@ def losses(drawn: Iterator[Drawn], wanted: Wanted, *, hybrid: bool) -> Losses:
         log_q = one.logits.log_softmax(-1, dtype=_wide(one.logits))
         within = share / share.sum(-1, keepdim=True).clamp(min=1e-9)
         divergence = torch.xlogy(within, within).sum(-1) - (within * log_q).sum(-1)
-        alpha = torch.minimum(share, log_q.exp()).sum(-1)
+        # Nothing is kept for a gradient that nobody asks for.
+        alpha = torch.minimum(share, (log_q if hybrid else log_q.detach()).exp()).sum(-1)
         each = divergence
         if hybrid:
             mix = torch.exp(-3.0 * alpha.detach())
             each = mix * divergence + (1 - mix) * (1 - alpha)
-        count = inside.sum().clamp(min=1)
-        mean = (each * inside).sum() / count * DECAY**step
-        total = mean if total is None else total + mean
+        chains, count = whole.chains[step], whole.inside[step]
+        part = (each * inside).sum() / count * DECAY**step
+        total = part if total is None else total + part
         right = (one.logits.argmax(-1) == wanted.best[one.wanted]) & inside
         found.divergence.append(((divergence * inside).sum() / count).detach())
-        found.right.append(right.float().mean())
-        found.alpha.append(alpha.detach().mean())
+        found.right.append(right.sum() / chains)
+        found.alpha.append(alpha.detach().sum() / chains)
     assert total is not None, "a batch without a chain"
     return Losses(total, found.divergence, found.right, found.alpha)

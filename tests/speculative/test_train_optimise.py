@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +18,12 @@ from speculative.suffix import SuffixDrafts
 from speculative.train import vocabulary
 from speculative.train.evaluate import PLACES, _compared, _sampling, evaluate, suffix_steps, walked
 from speculative.train.export import export
-from speculative.train.optimise import STATE, Training, one_step, train
+from speculative.train.optimise import AUTO, STATE, WARM, Point, Training, one_step, train
 from speculative.train.packing import Corpus
 from speculative.train.shards import Entry
 from speculative.train.unroll import Drawn, head_config, unroll
 from tests.driver import Run, make
-from tests.training import RECIPE, VOCAB, chance, fill, open_target, target_folder
+from tests.training import RECIPE, VOCAB, Clock, chance, fill, open_target, target_folder
 
 KEPT = 200
 
@@ -90,7 +91,7 @@ def test_held_out_answers_are_judged_better_than_before_training(world, trained,
 @pytest.mark.parametrize("cut", [3, 7])
 def test_a_training_that_was_cut_goes_on_to_the_bit(world, tmp_path, cut):
     target, kept, config, corpus, _ = world
-    recipe = msgspec.structs.replace(RECIPE, steps=10, hybrid=0.5)
+    recipe = msgspec.structs.replace(RECIPE, steps=10, hybrid=0.5, micro=2)
     whole = Training.begin(config, recipe, target, kept)
     (tmp_path / "whole").mkdir()
     train(whole, target, corpus, kept, tmp_path / "whole")
@@ -106,6 +107,100 @@ def test_a_training_that_was_cut_goes_on_to_the_bit(world, tmp_path, cut):
     for name, value in whole.weights.items():
         assert torch.equal(value, rest.weights[name]), name
     assert (tmp_path / STATE).read_bytes() == (tmp_path / "whole" / STATE).read_bytes()
+
+
+@pytest.mark.parametrize("hybrid", [0.0, 1.0])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_step_in_pieces_is_the_undivided_one(world, folder, monkeypatch, micro, hybrid):
+    """fp64 throughout, answers of all lengths: gradients, losses and shares to rounding."""
+    monkeypatch.setattr("speculative.train.optimise._read", lambda x, _: x)
+    _, kept, config, corpus, _ = world
+    target = open_target(folder / "model", RECIPE.length)
+    draw = np.random.default_rng(0)
+    cut = [
+        (msgspec.structs.replace(entry, length=length), ids[:length])
+        for entry, ids in corpus.sequences
+        for length in [entry.prompt + int(draw.integers(2, 60))]
+    ]
+    corpus = Corpus(cut, RECIPE.length, RECIPE.seed)
+    recipe = msgspec.structs.replace(RECIPE, rows=5, unroll=4, hybrid=hybrid)
+    found = {}
+    for rows in (0, micro):
+        training = Training.begin(
+            config, msgspec.structs.replace(recipe, micro=rows), target, kept)
+        training.weights = {
+            name: torch.nn.Parameter(value.detach().double())
+            for name, value in training.weights.items()
+        }
+        point = one_step(training, target, corpus, kept)
+        found[rows] = point, {name: w.grad for name, w in training.weights.items()}
+    (whole, expected), (parts, got) = found[0], found[micro]
+    assert parts.tokens == whole.tokens
+    assert len(parts.right) == 4 and whole.right[0] > whole.right[3] >= 0
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-9)
+    assert parts.right == pytest.approx(whole.right, rel=1e-6)
+    assert parts.alpha == pytest.approx(whole.alpha, rel=1e-9)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=1e-11, rtol=1e-9, msg=name)
+
+
+def test_time_decides_once_how_many_steps_there_will_be(world, tmp_path, monkeypatch):
+    target, kept, config, corpus, _ = world
+    rates = []
+
+    def quick(training, *_):
+        rates.append(training.recipe.rate_at(training.step, training.steps))
+        training.step += 1
+        return Point(training.step - 1, 1.0, [0.5], [0.5], 100)
+
+    monkeypatch.setattr("speculative.train.optimise.one_step", quick)
+    recipe = msgspec.structs.replace(RECIPE, steps=AUTO, rate=1e-3)
+    training = Training.begin(config, recipe, target, kept)
+    lines: list[str] = []
+    train(training, target, corpus, kept, tmp_path, deadline=400.0, clock=Clock(2.0),
+          tell=lines.append)
+    assert 185 < training.step == training.steps <= 200
+    assert sum("there is time for" in line for line in lines) == 1
+    assert rates[0] == pytest.approx(1e-3 / WARM) and max(rates) == 1e-3
+    assert rates[: WARM] == sorted(rates[: WARM]) and rates[WARM:] == sorted(rates[WARM:])[::-1]
+    assert rates[-1] < 1e-6
+    again = Training.begin(config, recipe, target, kept)
+    again.restore(tmp_path / STATE)
+    assert (again.step, again.steps) == (training.step, training.steps)
+
+
+def test_a_plan_that_was_cut_goes_on_to_the_bit(world, tmp_path):
+    target, kept, config, corpus, _ = world
+    recipe = msgspec.structs.replace(RECIPE, steps=AUTO, hybrid=0.5, rows=2, micro=1)
+    whole = Training.begin(config, recipe, target, kept)
+    (tmp_path / "whole").mkdir()
+    train(whole, target, corpus, kept, tmp_path / "whole", deadline=48.0, clock=Clock(1.0))
+    assert 43 <= whole.steps == whole.step <= 48
+    part = Training.begin(config, recipe, target, kept)
+    # The same plan, but the clock leaps when it has been made.
+    clock = Clock(1.0)
+    train(part, target, corpus, kept, tmp_path, deadline=48.0,
+          clock=lambda: clock() + (1e3 if part.step > 41 else 0))
+    assert part.step < whole.steps == part.planned
+    rest = Training.begin(config, recipe, target, kept)
+    rest.restore(tmp_path / STATE)
+    train(rest, target, corpus, kept, tmp_path, deadline=1e6, clock=Clock(99.0))
+    assert (tmp_path / STATE).read_bytes() == (tmp_path / "whole" / STATE).read_bytes()
+
+
+def test_acceptance_joins_the_loss_behind_its_share_of_a_known_plan():
+    recipe = msgspec.structs.replace(RECIPE, hybrid=0.5)
+    assert [recipe.mixes(step, 100) for step in (0, 49, 50, 99)] == [False, False, True, True]
+    assert not recipe.mixes(40, 0)
+    assert not msgspec.structs.replace(recipe, hybrid=1.0).mixes(99, 100)
+    assert msgspec.structs.replace(recipe, hybrid=0.0).mixes(0, 0)
+
+
+def test_time_that_never_ends_gives_no_plan(world, tmp_path):
+    target, kept, config, corpus, _ = world
+    training = Training.begin(config, msgspec.structs.replace(RECIPE, steps=AUTO), target, kept)
+    with pytest.raises(ValueError, match="give --minutes"):
+        train(training, target, corpus, kept, tmp_path)
 
 
 def test_no_time_left_trains_nothing_but_leaves_a_state(world, tmp_path):
@@ -142,7 +237,7 @@ def test_what_is_exported_loads_and_gives_the_trainer_s_logits(world, trained, t
     features, last = target.run(batch)
     wanted = target.wanted(batch, last, kept)
     with torch.no_grad():
-        first = next(unroll(weights, config, batch, features, wanted.row, target.embedding, 1))
+        first = next(unroll(weights, config, batch, features, wanted, target.embedding, 1))
     entry, ids = corpus.sequences[row[0]]
     ids = torch.from_numpy(ids.astype("int64"))
 
@@ -157,7 +252,7 @@ def test_what_is_exported_loads_and_gives_the_trainer_s_logits(world, trained, t
     state = opened.run(
         opened.fuse(features[0, :count]), ids[1 : count + 1], torch.arange(count), attend)
     _, logits = opened.read(state)
-    own = first.logits[: count - entry.prompt + 1]
+    own = first.logits[first.chains.argsort()][: count - entry.prompt + 1]
     torch.testing.assert_close(own, logits[entry.prompt - 1 :], atol=2e-4, rtol=2e-4)
 
 
@@ -170,17 +265,17 @@ def test_the_noise_of_an_answer_is_found_again(folder):
     batch = corpus.batch(rows)
     _, last = target.run(batch)
     wanted = target.wanted(batch, last, kept)
-    live = batch.left > 0
-    met = wanted.row.gather(1, batch.starts + 1)[live]
+    chains, met = batch.living(0), wanted.met(batch, 0)
     seeds, heats = _sampling(batch, corpus, rows)
-    assert len(set(heats[live].tolist())) == 3
-    one = Drawn(wanted.share[met].log(), live, met)
+    heat = heats.flatten()[chains]
+    assert len(set(heat.tolist())) == 3
+    one = Drawn(wanted.share[met].log(), chains, met)
     right, alpha, hits = _compared(one, wanted, batch, 0, seeds, heats, kept)
     assert right.all() and hits.all()
     torch.testing.assert_close(alpha, torch.ones_like(alpha))
     _, _, wrong = _compared(one, wanted, batch, 0, seeds + 1, heats, kept)
-    assert wrong[heats[live] == 0].all()
-    assert not wrong[heats[live] > 0].all()
+    assert wrong[heat == 0].all()
+    assert not wrong[heat > 0].all()
 
 
 def test_tau_of_held_out_answers_is_that_of_the_engine(world, trained, folder, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from speculative.train.packing import Corpus
 from speculative.train.shards import Entry
@@ -70,13 +71,42 @@ def test_a_step_s_batch_follows_from_seed_and_number_alone(corpus):
     again = Corpus(corpus.sequences, LENGTH, seed=1)
     other = Corpus(corpus.sequences, LENGTH, seed=2)
     many = len(corpus.rows(0)) // 4 + 2  # into the second epoch
-    first = [corpus.step(number, 4).tokens for number in range(many)]
-    assert all((again.step(n, 4).tokens == first[n]).all() for n in reversed(range(many)))
+    first = [corpus.step(number, 4)[0].tokens for number in range(many)]
+    assert all((again.step(n, 4)[0].tokens == first[n]).all() for n in reversed(range(many)))
     assert any(
-        first[n].shape != (t := other.step(n, 4).tokens).shape or (first[n] != t).any()
+        first[n].shape != (t := other.step(n, 4)[0].tokens).shape or (first[n] != t).any()
         for n in range(many)
     )
     assert (first[0] != first[many - 2]).any()
+
+
+def test_the_chains_that_are_alive_at_a_step_are_known_without_counting(corpus):
+    batch = corpus.batch(corpus.rows(0)[:3], multiple=8)
+    assert batch.starts.shape[1] % 8 == 0
+    left = batch.left.flatten()
+    for step in range(int(left.max())):
+        living = batch.living(step)
+        assert sorted(living.tolist()) == (left > step).nonzero().flatten().tolist()
+    assert len(batch.alive) == int(left.max())
+    behind = batch.behind(3)
+    assert ((behind == batch.starts + 3) | (behind == LENGTH - 1)).all()
+
+
+def test_a_step_s_rows_are_the_same_however_many_are_computed_together(corpus):
+    whole, pieces = corpus.step(1, 5)[0], corpus.step(1, 5, micro=2)
+    assert [len(piece.tokens) for piece in pieces] == [2, 2, 1]
+    assert torch.equal(torch.cat([piece.tokens for piece in pieces]), whole.tokens)
+    assert sum(len(piece.chains) for piece in pieces) == len(whole.chains)
+
+
+def test_rows_are_packed_once_an_epoch(corpus, monkeypatch):
+    packed = []
+    real = Corpus._packed
+    monkeypatch.setattr(Corpus, "_packed", lambda self, o: packed.append(1) or real(self, o))
+    many = len(corpus.rows(0)) // 4
+    for number in (0, many, many + 1, 2 * many, 2 * many + 1):
+        corpus.step(number, 4)
+    assert len(packed) == 3
 
 
 def test_what_does_not_fit_or_has_no_chain_is_left_out():
@@ -87,4 +117,4 @@ def test_what_does_not_fit_or_has_no_chain_is_left_out():
 
 def test_more_rows_than_there_are_come_again():
     corpus = Corpus(made([(1, 30)]), LENGTH, seed=0)
-    assert corpus.step(5, 3).tokens.shape == (3, LENGTH)
+    assert corpus.step(5, 3)[0].tokens.shape == (3, LENGTH)

@@ -55,6 +55,43 @@ def test_a_folder_belongs_to_one_run(tmp_path, field, value):
         shards.begin(tmp_path, msgspec.structs.replace(RUN, **{field: value}))
 
 
+def test_two_processes_may_begin_and_write_at_once(tmp_path, monkeypatch):
+    """The other one does the same between this one's look and its rename."""
+    real, others = shards.replace, [lambda: shards.begin(tmp_path, RUN)]
+
+    def slow(path, content):
+        if others:
+            others.pop()()
+        real(path, content)
+
+    monkeypatch.setattr(shards, "replace", slow)
+    shards.begin(tmp_path, RUN)
+    assert shards.read_run(tmp_path) == RUN
+    opened: list[str] = []
+    fsync = shards.os.fsync
+
+    def meanwhile(file):
+        if not opened:
+            opened.append("once")
+            real(tmp_path / "00001.json", b"theirs")
+        fsync(file)
+
+    monkeypatch.setattr(shards.os, "fsync", meanwhile)
+    real(tmp_path / "00001.json", b"ours")
+    assert (tmp_path / "00001.json").read_bytes() == b"ours"
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError("no space")
+
+    monkeypatch.setattr(shards.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        shards.replace(tmp_path / "00000.ids", b"abc")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_empty_folder_says_what_to_run(tmp_path):
     with pytest.raises(BadShard, match="run the stage `generate`"):
         shards.every(tmp_path)

@@ -8,7 +8,7 @@ import torch
 from engine.checkpoint import open_checkpoint
 from speculative.head import Head
 from speculative.train.packing import Corpus
-from speculative.train.unroll import Drawn, fresh, head_config, losses, unroll
+from speculative.train.unroll import Drawn, Whole, fresh, head_config, losses, unroll
 from tests.training import VOCAB, fill, open_target, target_folder
 
 LENGTH, STEPS = 160, 4
@@ -110,7 +110,7 @@ def test_unrolled_logits_are_those_of_serving(target, corpus, config, kept):
     wanted = target.wanted(batch, last, kept)
     weights = fresh(config, target.head, target.model.norm, kept, 3)
     weights = {name: value.double() for name, value in weights.items()}
-    drawn = list(unroll(weights, config, batch, features, wanted.row, target.embedding, STEPS))
+    drawn = list(unroll(weights, config, batch, features, wanted, target.embedding, STEPS))
     head = Head(config, weights, target.embedding, kept, LENGTH)
     compared = 0
     for document, i in enumerate(row):
@@ -122,7 +122,7 @@ def test_unrolled_logits_are_those_of_serving(target, corpus, config, kept):
             expected = served(head, config, features[0, own], ids, start, steps)
             chain = (batch.starts[0] == own[start]).nonzero()[0, 0]
             for one, logits in zip(drawn, expected, strict=False):
-                place = int(one.live[0, : chain + 1].sum()) - 1
+                place = int((one.chains == chain).nonzero())
                 torch.testing.assert_close(one.logits[place], logits, atol=1e-9, rtol=1e-9)
                 compared += 1
     assert compared >= 2 * len(row)
@@ -144,6 +144,13 @@ def test_wanted_rows_are_the_target_s_own_distributions(target, corpus, kept):
             assert int(kept[wanted.best[number]]) == best
 
 
+def alone(wanted, *drawn, hybrid):
+    """The losses of one batch that is all there is."""
+    chains, inside = len(wanted.inside), wanted.inside.sum()
+    whole = Whole([chains] * len(drawn), [inside] * len(drawn))
+    return losses(iter(drawn), wanted, whole, hybrid=hybrid)
+
+
 def test_a_token_outside_teaches_nothing_but_counts_as_wrong(target, corpus, config, kept):
     batch = corpus.batch(corpus.rows(0)[:1])
     _, last = target.run(batch)
@@ -152,14 +159,12 @@ def test_a_token_outside_teaches_nothing_but_counts_as_wrong(target, corpus, con
     assert inside.any() and not inside.all()
     everyone = torch.arange(len(inside))
     perfect = (wanted.share / wanted.share.sum(-1, keepdim=True)).log()
-    found = losses(iter([Drawn(perfect, torch.ones(1, len(inside)), everyone)]), wanted,
-                   hybrid=False)
+    found = alone(wanted, Drawn(perfect, everyone, everyone), hybrid=False)
     assert float(found.loss) == pytest.approx(0.0, abs=1e-9)
     assert float(found.right[0]) == pytest.approx(float(inside.double().mean()))
     spoiled = perfect.clone()
     spoiled[~inside] = torch.randn(int((~inside).sum()), len(kept), dtype=torch.float64)
-    again = losses(iter([Drawn(spoiled, torch.ones(1, len(inside)), everyone)]), wanted,
-                   hybrid=False)
+    again = alone(wanted, Drawn(spoiled, everyone, everyone), hybrid=False)
     assert float(again.loss) == pytest.approx(0.0, abs=1e-9)
 
 
@@ -169,9 +174,9 @@ def test_later_steps_weigh_less_and_the_hybrid_rewards_overlap(target, corpus, k
     wanted = target.wanted(batch, last, kept)
     everyone = torch.arange(len(wanted.inside))
     flat = torch.zeros(len(everyone), len(kept), dtype=torch.float64)
-    one = Drawn(flat, torch.ones(1, len(everyone)), everyone)
-    alone = float(losses(iter([one]), wanted, hybrid=False).loss)
-    twice = float(losses(iter([one, one]), wanted, hybrid=False).loss)
-    assert twice == pytest.approx(1.8 * alone)
-    mixed = float(losses(iter([one]), wanted, hybrid=True).loss)
-    assert 0 < mixed < alone
+    one = Drawn(flat, everyone, everyone)
+    once = float(alone(wanted, one, hybrid=False).loss)
+    twice = float(alone(wanted, one, one, hybrid=False).loss)
+    assert twice == pytest.approx(1.8 * once)
+    mixed = float(alone(wanted, one, hybrid=True).loss)
+    assert 0 < mixed < once
