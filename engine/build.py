@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from threading import Event
@@ -216,10 +216,12 @@ def _compile(
         return
     from engine.cuda.parts import compile_kernels  # late: needs Triton
 
-    with timeline.span("kernels"):
+    with timeline.span("kernels"), suppress(torch.OutOfMemoryError):  # compiled at first use, then
         shape = replace(shape, layers=1)  # the others launch the same
+        # Not torch's "meta" device: joining two such tensors imports 900 modules of torch, 6 s of a
+        # start on a machine whose Python has to compile them.
         weights = {
-            name: torch.empty(size, dtype=dtype, device="meta")
+            name: torch.empty(size, dtype=dtype, device=device)
             for name, size in kind.expected(shape).items()
         }
         compile_kernels(

@@ -55,8 +55,8 @@ def compile_kernels(
 ) -> None:  # fmt: skip
     """Compile and load what a runner of such a model launches; give up once `stop` is set.
 
-    Of `model` only shapes and dtypes are looked at ("meta" tensors do), so that this can be done
-    while the weights are on their way.  Takes and gives back the memory of a runner's buffers.
+    Of `model` only shapes and dtypes are looked at (one without values will do), so that this can
+    be done while the weights are on their way.  Takes and gives back a runner's buffers.
     After a start that compiled everything only what is launched at once is loaded.
     """
     most = Most(config.max_batch_tokens, config.max_sequences, max_len, drafts)

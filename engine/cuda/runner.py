@@ -296,7 +296,7 @@ class CudaRunner:
     def compile(self, stop: Event | None = None) -> None:
         """Compile and load every kernel that a plan may need, on all cores, or until `stop` is set.
 
-        The weights are not read: they may be without values, or without memory (torch's "meta").
+        The weights are not read: they may be without values.
         """
         threads = os.cpu_count() or 1
         with self._on_stream(), compiling(threads, self.device, stop), self._graphs.dry():
