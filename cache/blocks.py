@@ -193,6 +193,17 @@ class BlockPool:
             else:
                 self.idle.add(block, now, warm)
 
+    def discard(self, blocks: Iterable[Block]) -> None:
+        """Let nobody find what these hold any more, as far as nobody uses it: it is not sound.
+
+        What hangs below them cannot be reached either, and leaves as it gets cold.
+        """
+        for block in blocks:
+            if block.key is not None and not block.users:
+                self.idle.forget(block)
+                self._unpublish(block)
+                self._free(block, self._clock())
+
     def publish(self, block: Block, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Let a block be found; return the key under which its chain goes on.
 

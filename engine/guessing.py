@@ -28,11 +28,14 @@ MOST_WAIT = 16  # tokens between two looks at a sequence for which nothing was f
 class Guessing:
     """The proposers of one engine, and what came of their drafts."""
 
-    def __init__(self, host: HostDrafts | None, head: AnyDraft | None, most: int) -> None:
-        """`most`: draft tokens a sequence and step."""
+    def __init__(
+        self, host: HostDrafts | None, head: AnyDraft | None, most: int, vocab: int
+    ) -> None:
+        """`most`: draft tokens a sequence and step; `vocab`: ids are below it."""
         self.host = host
         self._device = head.source if head is not None else ""
         self._most = most
+        self._vocab = vocab
         self.rounds = 0  # rows that verified a draft
         self.drafted = 0  # tokens verified
         self.accepted = 0
@@ -57,7 +60,7 @@ class Guessing:
         asked: list[Sequence] = []
         turns: list[Turn] = []
         for seq in scheduler.running:
-            limit = min(self._most, seq.remaining - 1, seq.submit.max_drafts)
+            limit = self._room(seq)
             if not seq.decoding or seq.draft or limit < 1 or seq.submit.drafts == "off":
                 continue
             if seq.pending and (seq.hosted or not _due(seq)):
@@ -85,9 +88,13 @@ class Guessing:
             return self._most if wanted else 0
         return self.host.ahead(wanted, _beside(scheduler), self._most)
 
+    def _room(self, seq: Sequence) -> int:
+        """Draft tokens that may be verified for it now: the row's own token comes behind them."""
+        return min(self._most, seq.remaining - 1, seq.submit.max_drafts)
+
     def take(self, seq: Sequence, tokens: list[int]) -> None:
         """What the device drafted for a sequence."""
-        tokens = tokens[: min(seq.submit.max_drafts, seq.remaining - 1)]
+        tokens = tokens[: seq.submit.max_drafts]
         if seq.submit.drafts not in ("auto", self._device):
             return
         if self.host is not None:
@@ -96,8 +103,15 @@ class Guessing:
             self._keep(seq, Draft(tokens), self._device)
 
     def _keep(self, seq: Sequence, draft: Draft, source: str) -> None:
-        """Its legal beginning: what the grammar cannot take is not worth a row."""
-        tokens = draft.tokens
+        """Its legal beginning: what the grammar cannot take is not worth a row.
+
+        An id that no token has would end the step, and with it the engine: a prediction may hold
+        one, where a tokenizer knows more tokens than its model.
+        """
+        tokens = draft.tokens[: max(0, self._room(seq))]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab:
+            bad = (not 0 <= token < self._vocab for token in tokens)
+            tokens = tokens[: next(place for place, is_bad in enumerate(bad) if is_bad)]
         if seq.grammar is not None:
             tokens = tokens[: seq.grammar.valid_prefix(tokens)]
         seq.draft = tokens

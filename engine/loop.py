@@ -24,6 +24,7 @@ from engine.accept import Accepted, accept, ending
 from engine.build import build
 from engine.cuda.buckets import sizes
 from engine.device import pick
+from engine.failures import no_memory, no_token
 from engine.guessing import Guessing, counted
 from engine.intake import Intake
 from engine.messages import (
@@ -45,6 +46,7 @@ from engine.timeline import Timeline
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.blocks import Block
     from engine.checkpoint import Checkpoint
     from engine.config import EngineConfig
     from engine.grammar.matcher import State
@@ -83,7 +85,7 @@ class Engine:
         drafting = any(one is not None for one in (drafts, head, maker))
         parts = build(config, checkpoint, head, progress, timeline, drafting, maker)
         self.config = config
-        self.guessing = Guessing(drafts, parts.head, config.max_drafts)
+        self.guessing = Guessing(drafts, parts.head, config.max_drafts, parts.hello.vocab)
         self.hello = replace(parts.hello, draft_sources=self.guessing.sources)
         self.runner: StepRunner = parts.runner
         self.pool, self.sessions = parts.pool, parts.sessions
@@ -166,7 +168,7 @@ class Engine:
             if left and len(plan.rows) == 1:
                 request = left[0].submit.id
                 self.intake.abort(request)
-                replies.append(_no_memory(request))
+                replies.append(no_memory(request))
             self.scheduler.retreat(left[1:], victims)
             victims *= 2
             plan = self.scheduler.plan()
@@ -226,7 +228,8 @@ class Engine:
 
     def _commit(self, flight: Flight) -> list[ToGateway]:
         outs: list[Out] = []
-        failed: dict[str, Sequence] = {}
+        failed: dict[str, Failed] = {}
+        unsound: list[Block] = []  # NaN in KV would fail every request that finds it
         at = 0
         alone = not flight.logprobs and not flight.drafts  # tokens are all that the step gave
         for i, (row, drawn) in enumerate(zip(flight.plan.rows, flight.drawn, strict=True)):
@@ -243,20 +246,24 @@ class Engine:
                 scores = [entry for entry in found if entry is not None]
                 if accepted.forced and scores:
                     scores[-1] = _scored(accepted.tokens[-1], scores[-1])
+                held = seq.blocks
                 out = self._gain(row, accepted, scores)
                 if out.tokens or out.finish:
                     outs.append(out)
                 if accepted.finish == "error":
-                    failed[seq.submit.id] = seq
+                    token = (*drawn, 0)[len(accepted.tokens)]
+                    failure = failed[seq.submit.id] = no_token(seq, token, self.hello.vocab)
+                    unsound += held if failure.code == "model_failed" else ()
+                    self._compiler.forget(seq.submit.grammar)
                 elif flight.drafts and not seq.finish and not accepted.forced:
                     self.guessing.take(seq, flight.drafts[i])
             at += len(drawn)
         self._number += 1
         replies: list[ToGateway] = [Step(self._number, outs)] if outs else []
-        for request, seq in failed.items():  # only now: its other choices had rows of this step
+        for request, failure in failed.items():  # only now: its other choices had rows of this step
             self.intake.abort(request)
-            self._compiler.forget(seq.submit.grammar)
-            replies.append(_grammar_failed(seq))
+            replies.append(failure)
+        self.pool.discard(unsound)
         return replies
 
     def _gain(self, row: Row, accepted: Accepted, logprobs: list[TokenLogprobs]) -> Out:
@@ -366,19 +373,3 @@ def _scored(token: int, drawn: TokenLogprobs) -> TokenLogprobs:
     Its own is known when it is among the best of that row.
     """
     return TokenLogprobs(dict(drawn.top).get(token, UNLIKELY), drawn.top)
-
-
-def _no_memory(request: str) -> Failed:
-    return Failed(
-        request, "engine_overloaded",
-        "The device ran out of memory on this request. Send it again, or send a shorter prompt.",
-    )
-
-
-def _grammar_failed(seq: Sequence) -> Failed:
-    log.warning("request %s: no legal token at position %d", seq.submit.id, len(seq.tokens))
-    return Failed(
-        seq.submit.id, "grammar_failed",
-        "The model had no legal token left here, so the answer could not be continued. "
-        "Send the request again; if it fails again, simplify the schema.",
-    )

@@ -337,3 +337,26 @@ class Knowing(Eagle3):
             if 0 <= at < len(text) and (at + depth) % 7 != 3:
                 drawn[place] = text[at]
         return drawn
+
+
+class Watched:
+    """A head that notes what it drafts, by request seed and by where the draft begins."""
+
+    def __init__(self, eagle: Eagle3) -> None:
+        self.eagle, self.taps, self.source = eagle, eagle.taps, eagle.source
+        self.reserve, self.copy = eagle.reserve, eagle.copy
+        self.chains: dict[tuple[int, int], list[int]] = {}
+        self.steps: list[Batch] = []
+
+    def extend(self, features: Features) -> None:
+        self.steps.append(features.batch)
+        self.eagle.extend(features)
+
+    def step(self, features: Features, depth: int) -> Tensor:
+        drawn = self.eagle.step(features, depth)
+        for i, limit in enumerate(features.limits.tolist()):
+            if limit > depth:
+                at = int(features.batch.positions[features.last[i]])
+                chain = self.chains.setdefault((int(features.seeds[i]), at), [])
+                chain[depth:] = [int(drawn[i])]
+        return drawn

@@ -15,6 +15,7 @@ from tests.heads import (
     Knowing,
     Part,
     Target,
+    Watched,
     config,
     drafts,
     eagle_of,
@@ -105,29 +106,6 @@ def test_a_head_changes_no_answer_in_any_way(
 
 
 # ---- what it drafts --------------------------------------------------------------------------
-
-
-class Watched:
-    """A head that notes what it drafts, by request seed and by where the draft begins."""
-
-    def __init__(self, eagle) -> None:
-        self.eagle, self.taps, self.source = eagle, eagle.taps, eagle.source
-        self.reserve, self.copy = eagle.reserve, eagle.copy
-        self.chains: dict[tuple[int, int], list[int]] = {}
-        self.steps: list[object] = []
-
-    def extend(self, features):
-        self.steps.append(features.batch)
-        self.eagle.extend(features)
-
-    def step(self, features, depth):
-        drawn = self.eagle.step(features, depth)
-        for i, limit in enumerate(features.limits.tolist()):
-            if limit > depth:
-                at = int(features.batch.positions[features.last[i]])
-                chain = self.chains.setdefault((int(features.seeds[i]), at), [])
-                chain[depth:] = [int(drawn[i])]
-        return drawn
 
 
 def watched(folder, turns, *, eagle=None, most=4, **settings):
@@ -278,6 +256,8 @@ def test_a_head_that_has_learnt_is_accepted_and_changes_nothing(folder, truth, p
     assert answers(engine, *asks) == expected
     guessing = engine.guessing
     assert guessing.accepted > 0.2 * guessing.drafted > 0
+    # A gate, as the head is the same each time: 2.15 tokens a step when this was written.
+    assert 1 + guessing.accepted / guessing.rounds > 1.95
     assert guessing.places[0] > guessing.places[1] > 0
     assert guessing.matched["eagle3"] == guessing.accepted
     untaught = make(folder, head=eagle_of(draft_vocab=259), max_drafts=4)

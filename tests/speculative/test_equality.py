@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from engine.messages import Abort, SessionEnd, Submit
-from speculative.hybrid import Hybrid
 from tests.driver import Run, answers, make
 from tests.exact import DRAWS, GRAMMARS, WAYS, pairwise, preempt_some, requests
+from tests.proposers import Eager
 from tests.tiny import write_llama
 
 SOURCES = {
@@ -26,16 +26,6 @@ ENDS = ["quiet", "aborts"]
 CASES = pairwise(
     list(WAYS), list(SOURCES), DEPTHS, list(DRAWS), list(GRAMMARS), [1, 2], ENDS, [0, 1]
 )
-
-
-class Eager(Hybrid):
-    """It believes that rows cost nothing: its chains are long, and the same each time."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__(1e-9, SOURCES[source])
-
-    def timed(self, rows: int, seconds: float) -> None:
-        assert rows > 0 and seconds > 0
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +93,7 @@ def test_every_source_in_every_way_gives_the_same_tokens(
     settings = dict(WAYS[way])
     disturb = preempt_some if settings.pop("disturb", False) else None
     settings.pop("together", None)
-    engine = make(folder, drafts=Eager(source), max_drafts=most, depth=depth, **settings)
+    engine = make(folder, drafts=Eager(SOURCES[source]), max_drafts=most, depth=depth, **settings)
     for turn in range(2):  # the second has a warm cache, and a session that says the same again
         asks = in_session(submits, turn, predicted if source == "predicted" else {})
         got = run(engine, asks, disturb, end == "aborts")
@@ -122,7 +112,7 @@ def test_a_session_that_ended_is_quoted_no_more(folder):
         Submit(f"r{turn}", [*said[:3], turn], 8, DRAWS["greedy"], session=b"s" * 16)
         for turn in range(2)
     )
-    engine = make(folder, drafts=Eager("suffix"), max_drafts=8)
+    engine = make(folder, drafts=Eager(("suffix",)), max_drafts=8)
     answers(engine, first)
     texts = engine.guessing.host._suffix._sessions
     assert texts.nbytes > 0 and len(texts._named) == 1
