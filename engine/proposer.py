@@ -106,7 +106,7 @@ class HeadMaker(Protocol):
     def open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: Any,
         device: Any,
-    ) -> AnyDraft:
+    ) -> AnyDraft | None:
         """Load it beside the target's weights; raise BadCheckpoint or BadWeights."""
 
     def meet(self, draft: AnyDraft, model: Model, shape: ModelConfig) -> None:

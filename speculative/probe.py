@@ -9,6 +9,7 @@ counts is how often its first guess is the target's.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,8 +53,8 @@ def probe(
 ) -> Probed:
     """Agreement of first guesses on `texts` (ids that the target wrote), for b - 1, b and b + 1.
 
-    Some hundred ids in all.  Logs all three, warns when b is not the best.  Raises BadCheckpoint
-    when even the best is below `least`.
+    Some hundred ids in all.  Logs all three, warns when b is not the best, beyond chance.  Raises
+    BadCheckpoint when even the best is below `least`.
     """
     shifts = [
         shift for shift in (-1, 0, 1)
@@ -105,7 +106,9 @@ def _tell(config: HeadConfig, found: Probed, least: float) -> None:
             f"The draft guesses {share:.1%} of the model's tokens at best ({shares}); below "
             f"{least:.0%} it costs more than it gives. It is a draft of another model, or its "
             "config names other layers than it was trained on: choose another draft.")
-    if found.best:
+    # Shares of so few guesses differ by chance: two standard errors of the difference.
+    sure = share - found.agreement[0] > 2 * math.sqrt(2 * share * (1 - share) / found.guesses)
+    if found.best and sure:
         log.warning(
             "the draft says that it reads the boundaries %s, but guesses better from %s (%.1f%% "
             "of tokens instead of %.1f%%): its config counts layers in the other way; serve it "

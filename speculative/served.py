@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.config import BadConfig
+from engine.model_config import BadCheckpoint
 from speculative import PROPOSERS
 
 if TYPE_CHECKING:
@@ -25,18 +28,22 @@ if TYPE_CHECKING:
     from engine.models import Model
     from engine.proposer import AnyDraft, HeadMaker, HostDrafts
 
+log = logging.getLogger("speculative.served")
+
 MOST = 64  # draft tokens a sequence and step: more than that never paid
 ROW = {"cpu": 0.04, "cuda": 0.002}  # what a row more costs until it is measured: see length.py
 HERE = "speculative.served:make"
 HEAD = "speculative.served:head"
 HEADED = ("eagle3", "hybrid")  # methods that may have a head
+# Built-in models that come with one: a folder of a checkout.  An installation without it has none.
+OWN_HEADS = {"smollm2": Path(__file__).resolve().parent.parent / "samples" / "drafts" / "smollm2"}
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`--speculative-config`; the names are vLLM's."""
 
     method: str = "hybrid"
-    model: str | None = None  # an EAGLE-3 head: folder or hub id
+    model: str | None = None  # an EAGLE-3 head: folder or hub id; "" = none; None = the model's own
     num_speculative_tokens: int | None = None
 
 
@@ -51,14 +58,15 @@ def configured(config: EngineConfig) -> EngineConfig:
             f"speculative-config: num_speculative_tokens is {most}; it is 1 to {MOST}. "
             "To draft nothing, use --speculative-config off."
         )
-    if (wanted.method == "eagle3") > (wanted.model is not None):
+    head = _head_of(config.model, wanted)
+    if wanted.method == "eagle3" and not head:
         raise BadConfig("speculative-config: method eagle3 needs a model: a folder or hub id of an "
                         'EAGLE-3 head, as in {"method": "eagle3", "model": "./head"}.')
-    if wanted.model is not None and wanted.method not in HEADED:
+    if wanted.model and wanted.method not in HEADED:
         raise BadConfig(f"speculative-config: method {wanted.method} takes no model; leave it out, "
                         f"or use {' or '.join(HEADED)}.")
     changes: dict[str, Any] = {} if most is None else {"max_drafts": most}
-    if wanted.model is not None:
+    if head:
         changes["head"] = HEAD
     return msgspec.structs.replace(config, proposer=config.proposer or HERE, **changes)
 
@@ -82,14 +90,27 @@ class _Eagle3:
 
     source = "eagle3"
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, asked: bool) -> None:
+        """`asked`: for by name; one that nobody asked for may be of no use without harm."""
+        self._path, self._asked = path, asked
 
     def open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> AnyDraft:
+    ) -> AnyDraft | None:
         """Load it; it shares the target's embedding and head where it has none."""
+        try:
+            return self._open(shape, weights, max_len, dtype, device)
+        except BadCheckpoint as error:
+            if self._asked:
+                raise
+            log.warning("served without the draft head that comes with the model: %s", error)
+            return None
+
+    def _open(
+        self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> AnyDraft:
         from speculative.checkpoint import open_head  # late: torch
 
         embedding = weights["model.embed_tokens.weight"]
@@ -103,6 +124,8 @@ class _Eagle3:
 
     def meet(self, draft: AnyDraft, model: Model, shape: ModelConfig) -> None:
         """Probe it on what the target writes; raise BadCheckpoint if it is of no use."""
+        if not self._asked:  # ours, whose file is right; a probe takes a second
+            return
         from speculative.probe import probe  # late: torch
         from speculative.witness import TEXTS, Witness
 
@@ -116,9 +139,18 @@ class _Eagle3:
 def head(config: ResolvedConfig, kind: str) -> HeadMaker | None:
     """What loads the head that is asked for, or None; raise BadConfig."""
     wanted = _read(config.speculative)
-    if wanted is None or wanted.model is None:
+    path = None if wanted is None else _head_of(config.model, wanted)
+    if wanted is None or not path or (config.speculative == "auto" and kind != "cpu"):
         return None
-    return _Eagle3(wanted.model)
+    return _Eagle3(path, asked=wanted.model is not None)
+
+
+def _head_of(model: str, wanted: Wanted) -> str:
+    """Where the head is that is asked for, or that comes with the model; else ""."""
+    if wanted.model is not None or wanted.method not in HEADED:
+        return wanted.model or ""
+    own = OWN_HEADS.get(model)
+    return str(own) if own is not None and own.is_dir() else ""
 
 
 def _read(text: str) -> Wanted | None:
