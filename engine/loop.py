@@ -108,6 +108,7 @@ class Engine:
         self._substituted = self._closed_early = self._unopened = 0
         self._told = 0.0  # when the last Stats left
         self._ran = 0.0  # when the last step was launched
+        self._guessed: Flight | None = None  # committed, and its chains are still to come
 
     # ---- the loop's three calls ------------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class Engine:
 
     def step(self) -> list[ToGateway]:
         """Handle every message that is here, run at most one step, return the replies."""
+        self._take()
         replies = self.intake.receive()
         self._threads.update(time.monotonic())
         if self.scheduler.short:
@@ -138,6 +140,7 @@ class Engine:
         """Commit every step that flies: the host then knows all that the device does."""
         replies: list[ToGateway] = []
         self._collect(0, replies)
+        self._take()
         return replies
 
     def close(self) -> None:
@@ -204,9 +207,24 @@ class Engine:
         for flight in self.runner.collect(depth):
             self._out -= 1
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
-            self.guessing.ran(flight.plan, flight.seconds)
             replies += self._commit(flight)
-            self.guessing.propose(self.scheduler)
+            if flight.plan.guesses:
+                self._guessed = flight
+            else:
+                self.guessing.ran(flight.plan, flight.seconds)
+                self.guessing.propose(self.scheduler)
+
+    def _take(self) -> None:
+        """Take what the device has drafted meanwhile: replies are sent before it is waited for."""
+        if (flight := self._guessed) is None:
+            return
+        self._guessed = None
+        for row, chain in zip(flight.plan.rows, self.runner.guesses(flight), strict=False):
+            seq = row.seq
+            if chain and not (seq.gone or seq.finish or row.vain):
+                self.guessing.take(seq, chain)
+        self.guessing.ran(flight.plan, flight.seconds)
+        self.guessing.propose(self.scheduler)
 
     # ---- supply, commit --------------------------------------------------------------------------
 
@@ -231,8 +249,8 @@ class Engine:
         failed: dict[str, Failed] = {}
         unsound: list[Block] = []  # NaN in KV would fail every request that finds it
         at = 0
-        alone = not flight.logprobs and not flight.drafts  # tokens are all that the step gave
-        for i, (row, drawn) in enumerate(zip(flight.plan.rows, flight.drawn, strict=True)):
+        alone = not flight.logprobs  # tokens are all that the step gave
+        for row, drawn in zip(flight.plan.rows, flight.drawn, strict=True):
             seq = row.seq
             if seq.gone or row.vain:
                 self.scheduler.wasted += 1
@@ -255,8 +273,6 @@ class Engine:
                     failure = failed[seq.submit.id] = no_token(seq, token, self.hello.vocab)
                     unsound += held if failure.code == "model_failed" else ()
                     self._compiler.forget(seq.submit.grammar)
-                elif flight.drafts and not seq.finish and not accepted.forced:
-                    self.guessing.take(seq, flight.drafts[i])
             at += len(drawn)
         self._number += 1
         replies: list[ToGateway] = [Step(self._number, outs)] if outs else []

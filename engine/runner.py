@@ -44,7 +44,7 @@ class Flight:
     drawn: list[list[int]] = field(default_factory=list)  # a row's drafts + 1; empty for a chunk
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # flat over `drawn`;
     # empty when no row asked
-    drafts: list[list[int]] = field(default_factory=list)  # a chain a row; empty without a draft
+    drafts: list[list[int]] = field(default_factory=list)  # a chain a row; see StepRunner.guesses
     seconds: float = 0.0  # from when the device was free for it to its last draw; 0 = not measured
 
 
@@ -104,6 +104,13 @@ class StepRunner(Protocol):
 
     def collect(self, depth: int) -> list[Flight]:
         """Flights but the newest `depth`, results on the host, oldest first; waits for them."""
+
+    def guesses(self, flight: Flight) -> list[list[int]]:
+        """What a device draft guessed behind each row of a collected flight; [] if there is none.
+
+        Waits for it; `flight.seconds` holds it, too, from then on.  To be asked for once, and for
+        no flight whose plan wanted no guesses.
+        """
 
     def forget(self, seq: Sequence) -> None:
         """What is kept of the sequence holds no longer; a flight's row of it counts for nothing.
@@ -214,6 +221,10 @@ class Runner:
         while len(self._flights) > depth:
             ready.append(self._flights.popleft())
         return ready
+
+    def guesses(self, flight: Flight) -> list[list[int]]:
+        """They are there."""
+        return flight.drafts
 
     def forget(self, seq: Sequence) -> None:
         """Drop its newest token."""

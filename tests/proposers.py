@@ -100,8 +100,11 @@ class Eager(Hybrid):
     def __init__(self, sources: Sequence[str] = ("forced", "suffix")) -> None:
         super().__init__(1e-9, sources)
 
-    def timed(self, rows: int, seconds: float) -> None:
+    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
         assert rows > 0 and seconds > 0
+
+    def ahead(self, count: int, beside: int, most: int) -> int:
+        return most
 
 
 class RandomHead:

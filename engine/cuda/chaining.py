@@ -154,7 +154,7 @@ class Chaining:
         at = made.next()
         drafts = np.array([rows[i].drafts for i in which], dtype=np.int32)
         bases = counts[which] - drafts - 1
-        limits = [self._limit(rows[i], 0, most) for i in which]
+        limits = [self._limit(rows[i], most, 2) for i in which]
         at["base"][:many] = firsts[which] + bases
         at["start"][:many] = starts[which] + bases
         at["place"][:many], at["limit"][:many] = slots[which], limits
@@ -256,29 +256,24 @@ class Chaining:
         self._homes[staged.home][: staged.depth].copy_(
             self._drawn[: staged.depth], non_blocking=True)
 
-    def collect(self, staged: Staged, plan: Plan, drawn: list[list[int]]) -> list[list[int]]:
-        """A chain a row of a step that is done, cut to what its request may take."""
-        chains = self._homes[staged.home][: staged.depth, : staged.count].t().tolist() if (
-            staged.depth) else [[]] * staged.count
+    def collect(self, staged: Staged, plan: Plan) -> list[list[int]]:
+        """A chain a row of a step that is done and booked, cut to what its sequence may take."""
+        chains = self._homes[staged.home][: staged.depth, : staged.count].t().tolist()
         found, number = list[list[int]](), 0
-        for row, tokens in zip(plan.rows, drawn, strict=True):
-            if not row.last:
+        for row in plan.rows:
+            if row.last:
+                found.append(chains[number][: self._limit(row, staged.depth, 1)])
+                number += 1
+            else:
                 found.append([])
-                continue
-            right = 0
-            while right < row.drafts and row.draft[right] == tokens[right]:
-                right += 1
-            found.append(chains[number][: self._limit(row, right, staged.depth)])
-            number += 1
         return found
 
-    def _limit(self, row: Row, right: int, most: int) -> int:
-        """Draft tokens, at most `most`, that a row's sequence may take behind so many right ones.
-        """
+    def _limit(self, row: Row, most: int, drawn: int) -> int:
+        """Draft tokens, at most `most`, that a row's sequence may take behind `drawn` new ones."""
         submit = row.seq.submit
         if submit.drafts not in ("auto", self.head.source):
             return 0
-        return max(0, min(most, submit.max_drafts, row.seq.remaining - right - 2))
+        return max(0, min(most, submit.max_drafts, row.seq.remaining - drawn))
 
 
 class _Mirrored:

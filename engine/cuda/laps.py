@@ -20,9 +20,11 @@ class Lap:
 
     begun: torch.cuda.Event
     ended: torch.cuda.Event
+    chained: torch.cuda.Event
     blocks: bool
     launched_s: float = 0.0  # monotonic
     kind: Hashable = None  # steps that are alike; None = like no other
+    chains: bool = False  # a device draft goes on behind the results
 
 
 class Laps:
@@ -37,8 +39,8 @@ class Laps:
         """The device comes to here when it is free for the step."""
         blocks = rows >= BLOCKING
         spare = self._spare[blocks]
-        lap = spare.pop() if spare else Lap(_mark(blocks), _mark(blocks), blocks)
-        lap.launched_s = time.monotonic()
+        lap = spare.pop() if spare else Lap(_mark(blocks), _mark(blocks), _mark(blocks), blocks)
+        lap.launched_s, lap.chains = time.monotonic(), False
         lap.begun.record(self._stream)
         return lap
 
@@ -46,10 +48,15 @@ class Laps:
         """The device comes to here when the step's results are home."""
         lap.ended.record(self._stream)
 
+    def chain(self, lap: Lap) -> None:
+        """The device comes to here when the step's chains are home, too."""
+        lap.chains = True
+        lap.chained.record(self._stream)
+
     def wait(self, lap: Lap) -> float:
         """Return when the step has ended: the seconds it took, 0 if it was like no other.
 
-        The lap is over then.
+        The lap is over then, unless it has chains.
         """
         ended, waited = lap.ended, False
         if not passed(ended):
@@ -63,6 +70,14 @@ class Laps:
                 ended.synchronize()
         took_s = float(lap.begun.elapsed_time(ended)) / 1e3
         self._naps.ended(lap.kind, lap.launched_s, time.monotonic(), took_s, waited=waited)
+        if not lap.chains:
+            self._spare[lap.blocks].append(lap)
+        return took_s if lap.kind is not None else 0.0
+
+    def wait_chain(self, lap: Lap) -> float:
+        """Return when the chains of a step that was waited for are there: as `wait`, all in all."""
+        lap.chained.synchronize()
+        took_s = float(lap.begun.elapsed_time(lap.chained)) / 1e3
         self._spare[lap.blocks].append(lap)
         return took_s if lap.kind is not None else 0.0
 

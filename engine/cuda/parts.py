@@ -11,7 +11,8 @@ import torch
 from cache.pages import Pages
 from engine.config import BadConfig
 from engine.cuda.done import Done
-from engine.cuda.runner import SPLITS, CudaRunner, Most
+from engine.cuda.flight import Most
+from engine.cuda.runner import SPLITS, CudaRunner
 from engine.kernels.attention_plan import LINES
 from engine.memory import profile
 from engine.proposer import CapturedDraft

@@ -15,7 +15,6 @@ import os
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -25,13 +24,14 @@ from torch import Tensor
 from engine.cuda.chaining import Chaining
 from engine.cuda.chaining import Staged as Chained
 from engine.cuda.events import stream
+from engine.cuda.flight import CudaFlight, Most
 from engine.cuda.forward import Forward, Limits, layer_bytes, noted
 from engine.cuda.graphs import Graphs
-from engine.cuda.laps import Lap, Laps
+from engine.cuda.laps import Laps
 from engine.cuda.ops import KernelOps
 from engine.cuda.picks import Picks, overlapping, store_path
 from engine.cuda.plain import plain
-from engine.cuda.settle import Draw, Settling
+from engine.cuda.settle import Settling
 from engine.cuda.slots import Slots
 from engine.cuda.warming import FILTERED, PLAIN, Bucket, Drawn, Forwarded, every, ordered, rare
 from engine.drafting import guess
@@ -41,7 +41,6 @@ from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.launch import compiling
 from engine.kernels.sampler_tables import refusal
 from engine.proposer import CapturedDraft
-from engine.runner import Flight
 
 if TYPE_CHECKING:
     from cache.pages import Pages
@@ -50,33 +49,13 @@ if TYPE_CHECKING:
     from engine.models import Model
     from engine.plan import Plan
     from engine.proposer import AnyDraft, DeviceDraft
+    from engine.runner import Flight
     from engine.sequence import Sequence
     from engine.timeline import Timeline
 
 SPLITS = {32: 64, 64: 128, 128: 256}  # positions of an attention split by head dimension
 SCRATCH = 1 << 30  # most bytes of attention scratch
 LOADERS = 2  # threads that load kernels: more would wait for Python's lock, and make others wait
-
-
-@dataclass(frozen=True, slots=True)
-class Most:
-    """The largest step and sequence."""
-
-    tokens: int  # flat tokens of a step
-    rows: int  # sequences of a step
-    max_len: int  # tokens of a sequence
-    drafts: int  # draft tokens a row; 0 without a proposer
-
-
-@dataclass
-class CudaFlight(Flight):
-    """What is kept of a step between its phases."""
-
-    draw: Draw | None = None
-    plain: bool = False  # each row draws one token
-    lap: Lap | None = None  # None where there is no stream
-    graphs: int = 0  # that there were before it
-    chain: Chained | None = None
 
 
 class CudaRunner:
@@ -190,15 +169,14 @@ class CudaRunner:
             places = self.slots.placed(plan.rows)
             self.slots.upload()
             even = plain(plan.rows, places, self.slots.ids, self.pages.size)
-            draw = self.settling.prepare(plan.rows, places, even)
-            staged = self.forward.stage(plan.rows, places, even)
-            chain = None
-            if self.chaining is not None:
-                chain = self.chaining.stage(plan, places, staged.size)
+            staged, chain = self.forward.stage(plan.rows, places, even), None
             if lap is not None:
-                lap.kind = staged, chain and chain.depth
+                lap.kind = staged
             try:
-                self.forward.run(staged)
+                self.forward.run(staged)  # the device computes while the rest is prepared
+                draw = self.settling.prepare(plan.rows, places, even)
+                if self.chaining is not None:
+                    chain = self.chaining.stage(plan, places, staged.size)
             except BaseException:
                 self._lose(plan)
                 raise
@@ -224,13 +202,12 @@ class CudaRunner:
                     self.settling.stage(flight.draw)
                     self.settling.run(flight.draw)
                     self.settling.fetch(flight.draw)
-                if self.chaining is not None and flight.chain is not None:
-                    self.chaining.run(flight.chain)
-                    self.chaining.fetch(flight.chain)
                 if self._laps is not None and flight.lap is not None:
-                    if len(self._graphs) > flight.graphs:
-                        flight.lap.kind = None  # it was captured, too: nothing to go by
                     self._laps.end(flight.lap)
+                if self.chaining is not None and flight.chain is not None:
+                    self._chain(self.chaining, flight, flight.chain)
+                if flight.lap is not None and len(self._graphs) > flight.graphs:
+                    flight.lap.kind = None  # something was captured, too: nothing to go by
                 if self.head is not None:
                     self._read(flight)
                     taps = self.forward.taps
@@ -242,6 +219,13 @@ class CudaRunner:
             self._flights.remove(flight)
             self._lose(flight.plan)
             raise
+
+    def _chain(self, chaining: Chaining, flight: CudaFlight, chain: Chained) -> None:
+        """Draft behind the results, which are on their way home."""
+        chaining.run(chain)
+        chaining.fetch(chain)
+        if chain.depth and self._laps is not None and flight.lap is not None:
+            self._laps.chain(flight.lap)
 
     def _lose(self, plan: Plan) -> None:
         """Have all rows' sequences written anew: what this step did of them is not known."""
@@ -255,10 +239,17 @@ class CudaRunner:
             flight = self._flights.popleft()
             if self.head is None:
                 self._read(flight)
-            if self.chaining is not None and flight.chain is not None and flight.chain.depth:
-                flight.drafts = self.chaining.collect(flight.chain, flight.plan, flight.drawn)
             ready.append(flight)
         return ready
+
+    def guesses(self, flight: Flight) -> list[list[int]]:
+        """See StepRunner."""
+        assert isinstance(flight, CudaFlight)
+        if self.chaining is None or flight.chain is None or not flight.chain.depth:
+            return flight.drafts
+        if self._laps is not None and flight.lap is not None:
+            flight.seconds = self._laps.wait_chain(flight.lap)
+        return self.chaining.collect(flight.chain, flight.plan)
 
     def _read(self, flight: CudaFlight) -> None:
         """Wait for a step's results and cut them by row."""
