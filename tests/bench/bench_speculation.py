@@ -17,6 +17,7 @@ import importlib.util
 import itertools
 import json
 import re
+import signal
 import statistics
 import sys
 import time
@@ -200,6 +201,7 @@ def main() -> int:
     parser.add_argument("--salt", type=int, default=1, help="of the prompts")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or its servers would live on
     clock, kept = Clock(given.budget_s), list[dict[str, Any]]()
     with servers(given, clock) as both:
         for work, clients in itertools.product(given.works, given.clients):
