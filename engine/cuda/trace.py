@@ -19,8 +19,10 @@ FIRST = "_embed"  # the kernel that begins a forward pass
 _NAMES = {
     "attention": ("_short_kernel", "_chunk_kernel"),
     "norms, rope, embed": ("_norm", "_rotate_kernel", FIRST),
+    # The last seven are those of a device's draft, whose products count as `other`.
     "sampler": ("_score", "_pick", "_walk", "_pivot", "_compact", "_finish", "_search",
-                "_chunk", "_row"),
+                "_chunk", "_row", "_take", "_begin", "_scatter", "_inputs", "_attend", "_merge",
+                "_draw"),
     "copies": ("_update",),
 }  # fmt: skip
 _STAGE = dict(chain.from_iterable(((name, stage) for name in names)

@@ -141,14 +141,14 @@ def test_a_step_is_waited_for_to_its_end_and_its_events_serve_the_next(monkeypat
         assert watch.wait(lap) == pytest.approx(0.02)
         assert time.monotonic() >= lap.ended.at
         assert step == 0 or time.thread_time() - cpu < 0.01, "it spun for most of the step"
-    assert len(made) == 2 and not any(one.blocking for one in made)
+    assert len(made) == 3 and not any(one.blocking for one in made)
     lap = watch.begin(3)
     lap.kind = None  # say, it was captured, too
     device[0] += 0.5
     watch.end(lap)
     assert watch.wait(lap) == 0.0
     two = watch.begin(3), watch.begin(3)
-    assert len(made) == 4 and two[0] is not two[1], "steps that fly have events of their own"
+    assert len(made) == 6 and two[0] is not two[1], "steps that fly have events of their own"
     assert watch.begin(laps.BLOCKING).ended.blocking
 
 
