@@ -82,11 +82,15 @@ class Guessing:
         """How many tokens the device is to draft behind a plan; 0 = the next step need not wait."""
         if not self._device:
             return 0
-        wanted = sum(row.last and row.seq.submit.drafts in ("auto", self._device)
-                     for row in plan.rows)
-        if not wanted or self.host is None:
-            return self._most if wanted else 0
-        return self.host.ahead(wanted, _beside(scheduler), self._most)
+        # A row draws one token itself; behind the last that may come there is nothing to verify.
+        rooms = [min(row.seq.submit.max_drafts, row.seq.remaining - 2) for row in plan.rows
+                 if row.last and row.seq.submit.drafts in ("auto", self._device)]
+        rooms = [room for room in rooms if room > 0]
+        if not rooms:
+            return 0
+        most = min(self._most, max(rooms))
+        return most if self.host is None else self.host.ahead(
+            len(rooms), _beside(scheduler), most)
 
     def _room(self, seq: Sequence) -> int:
         """Draft tokens that may be verified for it now: the row's own token comes behind them."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.chain_attention import chain_attention
+from engine.kernels.chain_attention import LINES, chain_attention
 from engine.kernels.chain_draw import chain_draw
 from engine.kernels.chain_inputs import chain_inputs
 from engine.kernels.chain_rows import scatter
@@ -44,6 +44,12 @@ class CapturedEagle3:
                 f"The draft has {config.layers} layers{', latent attention' * bool(config.latent)};"
                 " on a GPU one layer with grouped heads is served. Start with --device cpu, or "
                 "choose another draft.")
+        group, dim = config.heads // config.kv_heads, config.head_dim
+        if group > LINES or dim < 16 or dim & (dim - 1):
+            raise BadCheckpoint(
+                f"The draft has {group} query heads a key-value head, of {dim} numbers each; on a "
+                f"GPU up to {LINES} are served, of a power of two from 16 on. Start with --device "
+                "cpu, or choose another draft.")
         self.head, self._layer, self._mix = head, layer, layer.mix
         self.taps = tuple(boundary - 1 for boundary in config.taps)
         self._heads = config.heads * config.head_dim

@@ -262,7 +262,7 @@ class Chaining:
         found, number = list[list[int]](), 0
         for row in plan.rows:
             if row.last:
-                found.append(chains[number][: self._limit(row, staged.depth, 1)])
+                found.append(chains[number][: self._limit(row, min(staged.depth, plan.guesses), 1)])
                 number += 1
             else:
                 found.append([])

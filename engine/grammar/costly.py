@@ -5,6 +5,7 @@ Tries and compiles none: trial.py has that done, matcher.py does what is left.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,8 @@ from engine.grammar.trial import (
     plain,
 )
 from engine.messages import Grammar
+
+log = logging.getLogger("engine.grammar.costly")
 
 Refusal = tuple[str, str, int]  # code, message, HTTP status
 
@@ -58,4 +61,6 @@ class Costly:
             refusal = "engine_overloaded", str(busy), 429
         except Unavailable:
             pass
+        except Exception:  # whoever waits must hear of it
+            log.exception("a grammar of %d characters could not be tried", len(grammar.lark))
         then(refusal)

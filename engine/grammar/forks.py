@@ -100,6 +100,8 @@ def _begin(control: socket.socket, forks: dict[int, _Fork], runner: Runner) -> b
     pid = os.fork()
     if pid == 0:
         control.close()
+        for other in forks.values():  # no job can answer for another one
+            other.caller.close()
         _run(caller, said, runner, parent)
     forks[pid] = _Fork(caller, time.monotonic() + _WALL.unpack(raw)[0], said)
     return True
@@ -128,6 +130,8 @@ def _death(status: int, fork: _Fork) -> Died:
     detail = f"ended with {code}: {said.decode(errors='replace')}"
     if fork.killed or -code in (signal.SIGPROF, signal.SIGXCPU):
         return Died("time", detail)
+    if code == -signal.SIGKILL:  # as a machine without memory does
+        return Died("killed", detail)
     return Died("memory" if _NO_MEMORY in said else "crash", detail)
 
 
@@ -158,7 +162,8 @@ def _limit(order: Order) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
     seconds = math.ceil(order.cpu_s) + 2  # in case that somebody takes the timer
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    # Not the same twice: then it is the hard limit's SIGKILL that comes, and says nothing.
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     if order.memory_bytes and sys.platform.startswith("linux"):  # elsewhere it is not kept
         with open("/proc/self/statm", encoding="ascii") as sizes:
             now = int(sizes.read().split()[0]) * resource.getpagesize()

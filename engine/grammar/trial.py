@@ -115,7 +115,7 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The job was ended before it was through."""
 
-    how: str  # "time", "memory" or "crash"
+    how: str  # "time", "memory", "crash", or "killed": not by us
     detail: str = ""  # for the log
 
 
@@ -177,6 +177,8 @@ class Trial:
                     answer = self._known(key) or self._tried(job, self.limits.cpu_s)
         if isinstance(answer, Died):
             log.warning("a schema was ended by its %s limit: %.300s", answer.how, answer.detail)
+            if answer.how == "killed":  # by somebody else, who says nothing about the job
+                return self._said(answer)
             answer = self._said(answer)
         elif isinstance(job, CheckJob):
             return answer
@@ -234,11 +236,14 @@ class Trial:
             if (raw := self._exchange(order, wall_s)) is not None:
                 answer: Answer = _ANSWERS.decode(raw)
                 return answer
-        return Died("crash", "the process that forks ended twice")
+        return Died("killed", "the process that forks ended twice")
 
     def _exchange(self, order: bytes, wall_s: float) -> bytes | None:
         """What the job answers; None when the process has ended before."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # no descriptor is left
+            raise Unavailable from error
         with ours:
             with theirs:
                 with self._lock:
@@ -267,8 +272,8 @@ class Trial:
             self._end()
         if self._control is not None:
             return self._control
-        self._control, theirs = socket.socketpair()
         try:
+            self._control, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(  # noqa: S603 our own program
                     [sys.executable, "-P", "-m", "engine.grammar.forks", str(theirs.fileno())],

@@ -29,9 +29,12 @@ def apart(load: Load) -> Load:
         # A path in Triton's cache has a hash of its source, so what it names does not change.
         with lock:
             if (name, path) not in known:
-                with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-                    # Gone from the disk afterwards, while its number stays taken: it is mapped.
-                    known[name, path] = load(name, shutil.copy(path, folder))
+                try:
+                    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+                        # Gone from the disk afterwards, while its number stays taken: it is mapped.
+                        known[name, path] = load(name, shutil.copy(path, folder))
+                except (OSError, ImportError):  # no room there, or mounted noexec
+                    known[name, path] = load(name, path)
             return known[name, path]
 
     return loaded

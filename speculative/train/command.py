@@ -116,7 +116,7 @@ def _run(
     tell: Callable[[str], None], *, steps: int, rows: int, micro: int, length: int, unroll: int,
     rate: float, hybrid: float, **given: Any,
 ) -> None:
-    from speculative.train.optimise import Recipe
+    from speculative.train.optimise import STATE, UNPLANNED, Recipe
     from speculative.train.stages import Stages, Wish
 
     deadline = float("inf") if minutes is None else time.monotonic() + minutes * MINUTE
@@ -124,6 +124,9 @@ def _run(
         steps=steps, rows=rows, micro=micro, length=length, unroll=unroll, rate=rate,
         hybrid=hybrid, seed=given["seed"],
     ).check()
+    # Now, not after hours of `generate`; a training that has its plan needs no minutes.
+    if steps == AUTO and minutes is None and "optimise" in stages and not (out / STATE).exists():
+        raise ValueError(UNPLANNED)
     told = "slipstream " + shlex.join(sys.argv[1:])
     wish = Wish(model, str(out), asker, deadline=deadline, command=told, **given)
     work = Stages(wish, recipe, tell)

@@ -34,6 +34,7 @@ AUTO = 0  # as the number of steps: what the time allows
 WARM = 50  # steps of the line up, then
 SETTLING, TIMED = 10, 30  # first steps that are not timed, and the next that are
 SPARED = 0.98  # of the time that is left is planned
+UNPLANNED = "--steps auto plans by the time that is left: give --minutes, too."
 STATE = "state.safetensors"
 LOG = "train.jsonl"
 
@@ -136,8 +137,12 @@ class Training:
     def restore(self, path: Path) -> None:
         """Go on from what `save` wrote; raise ValueError when that was another training."""
         with safe_open(path, framework="pt", device=str(self._device)) as file:
-            about = (file.metadata() or {})["training"]
-            step, other, planned = msgspec.json.decode(about, type=tuple[int, Recipe, int])
+            about = (file.metadata() or {}).get("training", "")
+            try:
+                step, other, planned = msgspec.json.decode(about, type=tuple[int, Recipe, int])
+            except msgspec.DecodeError:
+                raise ValueError(f"{path} is not of this version. Delete it to begin anew, or go "
+                                 "on with the version that wrote it.") from None
             if other != self.recipe:
                 raise ValueError(
                     f"{path} is of another training: {_difference(other, self.recipe)}. Use the "
@@ -196,7 +201,7 @@ def train(
     told of, one in `tell_every`.  Raise ValueError when the time decides and there is no deadline.
     """
     if not training.steps and deadline == math.inf:
-        raise ValueError("--steps auto plans by the time that is left: give --minutes, too.")
+        raise ValueError(UNPLANNED)
     told, pace = list[Point](), Pace(training.step)
     began, tokens, last = clock(), 0, -1
     while (not training.steps or training.step < training.steps) and clock() < deadline:

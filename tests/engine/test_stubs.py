@@ -68,6 +68,21 @@ def test_a_stub_is_loaded_once_from_a_file_that_nobody_else_has(tmp_path):
     assert len(seen) == 1 and seen[0] != str(path) and not Path(seen[0]).exists()
 
 
+def test_where_no_copy_can_be_run_from_it_is_loaded_where_it_is(tmp_path):
+    """As where /tmp is mounted noexec."""
+    path = tmp_path / "stub.so"
+    path.write_bytes(b"content")
+
+    def there_only(name: str, where: str) -> ModuleType:
+        if where != str(path):
+            raise ImportError("failed to map segment from shared object")
+        return ModuleType(name)
+
+    assert stubs.apart(there_only)("stub", str(path)).__name__ == "stub"
+    with pytest.raises(ImportError):
+        stubs.apart(lambda name, where: there_only(name, where + "x"))("stub", str(path))
+
+
 def test_triton_loads_so_once_kernels_are_there():
     assert launch is not None
     load_now = getattr(stubs.build, "_load_module_from_path", None)

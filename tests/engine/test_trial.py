@@ -5,8 +5,10 @@ What is slow or large here is what work.py would not let through; nobody counted
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,9 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+import engine.grammar.forks as made
 import engine.grammar.trial as trials
 from engine.grammar import schema as schemas
 from engine.grammar.schema import BadSchema, Judge, check, check_apart, embed
@@ -29,6 +33,7 @@ from engine.grammar.trial import (
     CompileJob,
     Died,
     Limits,
+    Order,
     Passed,
     Setup,
     Trial,
@@ -81,6 +86,12 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def kept(of: Trial) -> list[CompileJob]:
+    """The jobs of SLOW and of nothing else, if its verdict is remembered."""
+    return [what for what in (job(**SLOW),)
+            if of._known(hashlib.sha256(msgspec.msgpack.encode(what)).digest())]
 
 
 def ask(of: Trial, what: CompileJob) -> Future[Passed | Bad]:
@@ -142,6 +153,8 @@ def test_a_crash_is_a_refusal_and_the_process_goes_on(trial, number: signal.Sign
     fork.send_signal(number)
     said = future.result(trials.WALL_S)
     assert isinstance(said, Bad) and said.code == "grammar_failed"
+    # Who is killed by somebody else, as where memory is short, may try again.
+    assert (job(**SLOW) in kept(trial)) == (number != signal.SIGKILL)
     assert trial.ask(job(type="string")) == Passed() and trial.pid == before
 
 
@@ -156,6 +169,32 @@ def test_a_process_that_was_killed_is_replaced(trial) -> None:
     os.kill(trial.pid or 0, signal.SIGKILL)
     said = future.result(trials.WALL_S)
     assert isinstance(said, Bad) and said.code == "grammar_failed"
+    assert job(**SLOW) not in kept(trial)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_the_second_limit_of_cpu_time_ends_a_fork_by_a_signal_of_its_own() -> None:
+    pid = os.fork()
+    if pid == 0:
+        made._limit(Order(job(), 1.0, 0))
+        soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        os._exit(0 if 1 < soft < hard else 1)  # where they are equal SIGKILL comes
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_fork_holds_no_socket_of_another_job(trial) -> None:
+    _, fork = in_long(trial, job(**SLOW))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(trial.ask, job(**(SLOW | {"minimum": 1})))
+        until(lambda: len(forks(trial)) == 2)
+        (other,) = (one for one in forks(trial) if one.pid != fork.pid)
+        other.suspend()
+        # Its own, and both ends of what wakes the process.
+        links = [os.readlink(one) for one in Path(f"/proc/{other.pid}/fd").iterdir()]
+        other.resume()
+        assert sum(link.startswith("socket:") for link in links) == 3
+        trial.close()
+        assert isinstance(second.exception(trials.WALL_S), Unavailable)
 
 
 def test_a_hung_fork_is_ended_by_the_wall_clock(trial, monkeypatch) -> None:
@@ -307,6 +346,30 @@ def test_a_request_that_was_tried_runs_and_one_too_many_hears_so(folder, monkeyp
     run = Run(engine).put(Submit("r", [1], 40, grammar=other)).drain()
     assert (run.refused["r"].code, run.refused["r"].status) == ("engine_overloaded", 429)
     engine.close()
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), ValueError("odd")])
+def test_a_request_is_answered_whatever_keeps_its_grammar_from_being_tried(
+    folder, monkeypatch, error: Exception
+) -> None:
+    def fails(*given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(trials.socket, "socketpair", fails)
+    engine = make(folder)
+    costly = Grammar(lark(record({"x": {"type": "string", "maxLength": 9_000_002}}, ["x"])))
+    run = Run(engine).put(Submit("r", [1], 40, grammar=costly))
+    until(lambda: run.step() or bool(run.finish(("r", 0))))
+    engine.close()
+
+
+def test_a_schema_is_checked_here_where_no_descriptor_is_left(monkeypatch) -> None:
+    def fails(*given: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(trials.socket, "socketpair", fails)
+    monkeypatch.setattr(schemas, "plain", lambda text: False)
+    assert check_apart(record({"x": {}}), strict=True, root="object", judge=Judge()).dropped == ()
 
 
 def test_without_a_limit_nothing_is_tried(folder, monkeypatch) -> None:

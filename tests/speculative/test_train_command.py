@@ -52,6 +52,12 @@ def test_all_stages_leave_a_head_and_its_card_and_run_again_for_nothing(model, t
     assert (tmp_path / "state.safetensors").read_bytes() == state
 
 
+def test_steps_that_only_a_time_can_plan_are_refused_before_anything_is_made(model, tmp_path):
+    with pytest.raises(ValueError, match="give --minutes"):
+        run(model, tmp_path, "--steps", "auto")
+    assert not list(tmp_path.iterdir())
+
+
 def test_processes_fill_shards_of_their_own_and_the_rest_sees_all(model, tmp_path):
     second = run(model, tmp_path, "--stages", "generate", "--first-shard", "1")
     assert "generate: 1 shards" in second.output and "0 shards are missing" in second.output
