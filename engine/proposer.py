@@ -155,10 +155,11 @@ class CapturedDraft(Protocol):
         """As DeviceDraft's."""
 
     def extend(
-        self, kept: list[Tensor], tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
+        self, kept: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
     ) -> None:
-        """Make the N rows of a step out of what the target's tapped layers gave, [N, hidden] each.
+        """Make the N rows of a step out of what the target's tapped layers gave, side by side.
 
+        `kept` [N, taps * hidden] is of the target's type and must not be changed.
         Row i has the feature of positions[i], consumes tokens[i] and lies in slots[i]; its feature
         is that of the end of block ends[i], unless that is -1.
         """

@@ -11,14 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.chain_attention import LINES, chain_attention
 from engine.kernels.chain_draw import chain_draw
+from engine.kernels.chain_gate import chain_gate
 from engine.kernels.chain_inputs import chain_inputs
-from engine.kernels.chain_rows import scatter
+from engine.kernels.chain_norms import chain_norms
 from engine.kernels.norm import norm
+from engine.kernels.overlap import LATE, OFF, OVERLAPS
 from engine.kernels.rope import rotate_and_store
 from engine.layers import Linear, join_heads
 from engine.model_config import BadCheckpoint
@@ -55,8 +56,10 @@ class CapturedEagle3:
         self._heads = config.heads * config.head_dim
         qkv = layer.mix.qkv
         assert qkv.weight is not None
-        self._qkv = self._paired(qkv.weight)
-        self._bias = None if qkv.bias is None else self._paired(qkv.bias)
+        self._qkv = Linear(
+            self._paired(qkv.weight), None if qkv.bias is None else self._paired(qkv.bias))
+        self._width = len(qkv.weight)
+        self._overlap = LATE if OVERLAPS and head.device.type == "cuda" else OFF
         cos, sin = turns(config.head_dim, config.rope_theta, config.rope_scaling, max_len + SPARE,
                          torch.float32)
         half = config.head_dim // 2
@@ -95,7 +98,7 @@ class CapturedEagle3:
             return torch.zeros(count, width, dtype=head.dtype, device=head.device)
 
         self._fused = buffer(tokens, config.hidden)
-        self._both = buffer(tokens, len(self._qkv))
+        self._both = buffer(tokens, self._width)
         self._feature = buffer(rows, config.hidden)
 
     def copy(self, source: int, target: int) -> None:
@@ -106,58 +109,73 @@ class CapturedEagle3:
     # ---- passes ----------------------------------------------------------------------------------
 
     def extend(
-        self, kept: list[Tensor], tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
+        self, kept: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
     ) -> None:
         """See CapturedDraft."""
-        fused = self._fused[: len(tokens)].copy_(self.head.fuse(torch.cat(kept, dim=-1)))
-        scatter(fused, ends, self.last_features)
-        self._project(fused, tokens, positions, slots, self._both[: len(tokens)])
+        head, fused = self.head, self._fused[: len(tokens)]
+        if head.fuse_gains is None:
+            read = kept.to(head.dtype)
+        else:
+            read = torch.empty_like(kept, dtype=head.dtype)
+            chain_norms(kept, head.fuse_gains, read, head.config.eps)
+        _product(read, head.fc, fused)
+        read = self._inputs(tokens, fused, ends=ends, kept=self.last_features)
+        self._project(read, positions, slots, self._both[: len(tokens)])
 
     def join(self, tokens: Tensor, positions: Tensor, slots: Tensor, blocks: Tensor) -> None:
         """See CapturedDraft."""
-        feature = self.last_features.index_select(0, blocks)
-        both = feature.new_empty(len(feature), len(self._qkv))
-        self._project(feature, tokens, positions, slots, both)
+        read = self._inputs(tokens, self.last_features, picked=blocks)
+        self._project(read, positions, slots, read.new_empty(len(tokens), self._width))
 
     def draw(
         self, chains: Chains, step: int, place: Tensor, table: Tensor, records: Tensor
     ) -> None:
         """See CapturedDraft."""
-        config, layer, many = self.head.config, self._layer, len(place)
-        positions = chains.positions[step]
+        head, layer, many = self.head, self._layer, len(place)
+        positions, x = chains.positions[step], self._feature[:many]
         if step:
-            feature = self._feature[:many]
-            both = feature.new_empty(many, len(self._qkv))
-            self._project(feature, chains.tokens[step - 1], positions, chains.slots[step], both)
+            both, picked = x.new_empty(many, self._width), None
+            normed = x if head.config.norm_before_residual else None
+            read = self._inputs(chains.tokens[step - 1], x, normed=normed)
+            self._project(read, positions, chains.slots[step], both)
         else:
-            feature = self._fused.index_select(0, chains.row)
-            both = self._both.index_select(0, chains.row)
-        mixed = feature.new_empty(many, self._heads)
-        chain_attention(both, self.pages, table, place, positions, mixed)
-        x = feature
-        if config.norm_before_residual:
-            x = self._normed(feature, self.head.hidden_norm)
-        x = _added(x, mixed, self._mix.out)
-        gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
-        x = _added(x, F.silu(gate).mul_(up), layer.down)
-        normed = self._normed(x, self.head.norm)
-        self._feature[:many].copy_(normed if config.norm_output else x)
-        logits = self.head.lm_head(normed)
-        chain_draw(logits, self._kept, records, place, positions, chains.tokens[step], 2)
+            both, picked = self._both, chains.row
+            self._take(chains.row, x)
+        mixed = x.new_empty(many, self._heads)
+        chain_attention(both, self.pages, table, place, positions, mixed, picked=picked,
+                        overlap=self._overlap)
+        # From a feature to the next one in place: torch copies what it adds to elsewhere.
+        _add(x, mixed, self._mix.out)
+        inner = x.new_empty(many, head.config.intermediate)
+        chain_gate(layer.gate_up(self._normed(x, layer.mlp_norm)), inner)
+        _add(x, inner, layer.down)
+        normed = x if head.config.norm_output else torch.empty_like(x)
+        norm(x, head.norm, normed, head.config.eps)
+        chain_draw(head.lm_head(normed), self._kept, records, place, positions,
+                   chains.tokens[step], 2, overlap=self._overlap)
 
-    def _project(
-        self, feature: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, both: Tensor
-    ) -> None:
-        """Queries of these rows to `both`, keys and values to their slots."""
+    def _take(self, rows: Tensor, x: Tensor) -> None:
+        """What the residual begins with: the true features of these rows of `extend`."""
         head = self.head
-        read = feature.new_empty(len(feature), 2 * feature.shape[1])
-        chain_inputs(tokens, head.embedding, self._layer.attention_norm, feature,
-                     head.hidden_norm, read, head.config.eps)
-        if self._bias is None:
-            torch.mm(read, self._qkv.t(), out=both)
+        if head.config.norm_before_residual:
+            norm(self._fused, head.hidden_norm, x, head.config.eps, picked=rows,
+                 overlap=self._overlap)
         else:
-            torch.addmm(self._bias, read, self._qkv.t(), out=both)
-        rotate_and_store(both, self.pages, positions, slots, self._cos, self._sin)
+            torch.index_select(self._fused, 0, rows, out=x)
+
+    def _inputs(self, tokens: Tensor, feature: Tensor, **more: Tensor | None) -> Tensor:
+        """What the layer reads of such rows; `more` as kernels/chain_inputs.py has it."""
+        head = self.head
+        read = feature.new_empty(len(tokens), 2 * feature.shape[1])
+        chain_inputs(tokens, head.embedding, self._layer.attention_norm, feature,
+                     head.hidden_norm, read, head.config.eps, overlap=self._overlap, **more)
+        return read
+
+    def _project(self, read: Tensor, positions: Tensor, slots: Tensor, both: Tensor) -> None:
+        """Queries of these rows to `both`, keys and values to their slots."""
+        _product(read, self._qkv, both)
+        rotate_and_store(both, self.pages, positions, slots, self._cos, self._sin,
+                         overlap=self._overlap)
 
     def _normed(self, x: Tensor, gain: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -165,8 +183,17 @@ class CapturedEagle3:
         return out
 
 
-def _added(x: Tensor, inner: Tensor, linear: Linear) -> Tensor:
-    """x + linear(inner), in one product where there is no bias."""
+def _product(x: Tensor, linear: Linear, out: Tensor) -> None:
     assert linear.weight is not None, "a packed weight cannot run here"
-    out = torch.addmm(x, inner, linear.weight.t())
-    return out if linear.bias is None else out.add_(linear.bias)
+    if linear.bias is None:
+        torch.mm(x, linear.weight.t(), out=out)
+    else:
+        torch.addmm(linear.bias, x, linear.weight.t(), out=out)
+
+
+def _add(x: Tensor, inner: Tensor, linear: Linear) -> None:
+    """x += linear(inner), in one product where there is no bias."""
+    assert linear.weight is not None, "a packed weight cannot run here"
+    x.addmm_(inner, linear.weight.t())
+    if linear.bias is not None:
+        x.add_(linear.bias)

@@ -147,7 +147,10 @@ class Head:
         self._chunk_norms = [
             weights[f"fc_norm.{i}.weight"] for i in range(len(config.taps) if config.fc_norm else 0)
         ]
-        self._fc = Linear(weights["fc.weight"], weights.get("fc.bias"))
+        # [chunks, width] of what is normed before `fc`, chunk by chunk.
+        gains = self._chunk_norms or [one for one in (self._input_norm,) if one is not None]
+        self.fuse_gains = torch.stack(gains) if gains else None
+        self.fc = Linear(weights["fc.weight"], weights.get("fc.bias"))
         self.hidden_norm = weights["layers.0.hidden_norm.weight"]
         self.layers = [_layer(config, weights, i) for i in range(config.layers)]
         self.norm = weights["norm.weight"]
@@ -165,7 +168,7 @@ class Head:
         if self._chunk_norms:
             chunks = zip(aux.chunk(len(self._chunk_norms), dim=-1), self._chunk_norms, strict=True)
             aux = torch.cat([self._normed(chunk, gain) for chunk, gain in chunks], dim=-1)
-        return self._fc(aux)
+        return self.fc(aux)
 
     def run(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All layers: [n, hidden] out of rows (feature [n, hidden], next token [n]).

@@ -38,7 +38,8 @@ class KnowingChains:
         pass
 
     def extend(self, kept, tokens, positions, slots, ends) -> None:
-        assert len(kept) == len(self.taps) and len(kept[0]) == len(tokens) == len(positions)
+        assert kept.shape[1] % len(self.taps) == 0 and kept.is_contiguous()
+        assert len(kept) == len(tokens) == len(positions)
         self.extended += 1
 
     def join(self, tokens, positions, slots, blocks) -> None:

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from engine.plan import Plan, Row
     from engine.proposer import CapturedDraft
 
+# A step's integers: of each flat token, of each sequence that draws, of each row to make anew.
+FLAT = ("known", "group", "offset", "fresh", "after", "ends")
+GROUP = ("base", "start", "place", "limit")
+JOIN = ("tokens", "positions", "slots", "blocks")
+NEVER = 1 << 30  # the flat index of a draw that a row has not
 DEPTHS = (1, 2, 3, 5, 7)  # tokens of a chain that graphs are made for; others take the next one
 
 
@@ -46,13 +51,6 @@ class Staged:
     home: int = 0  # number of the result buffer
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    layout: Layout
-    hosts: list[dict[str, Ints]]
-    at: dict[str, Tensor]
-
-
 class Chaining:
     """Stages and runs a device draft behind each step."""
 
@@ -66,124 +64,141 @@ class Chaining:
         self._forward, self._slots, self._results = forward, slots, results
         self._graphs, self._size, self._trash = graphs, size, trash
         self.depths = [*(one for one in DEPTHS if one < drafts), drafts]
-        self._flats, self._many = sizes(tokens), sizes(rows)
-        flat_words = {n: self._layout(n, ("known", "group", "offset", "fresh", "after", "ends"))
-                      for n in self._flats}
-        group_words = {n: self._layout(n, ("base", "start", "place", "limit"))
-                       for n in self._many}
-        join_words = {n: self._layout(n, ("tokens", "positions", "slots", "blocks"))
-                      for n in self._many}
-        self._flat_at = _buckets(flat_words, copies, device)
-        self._group_at = _buckets(group_words, copies, device)
-        self._join_at = _buckets(join_words, copies, device)
+        self._many = sizes(rows)
+        # What a step's buckets do not change comes first, and is where it is in every layout:
+        # graphs of groups and of joined rows know no bucket of flat tokens.
+        fixed = {name: (rows,) for name in (*GROUP, *JOIN)}
+        self._layouts = {size: Layout(fixed | {name: (size,) for name in FLAT})
+                         for size in sizes(tokens)}
+        words = max(layout.words for layout in self._layouts.values())
+        self._mirror = Mirror(words, copies, device)
+        self._hosts = {size: self._mirror.hosts(one) for size, one in self._layouts.items()}
+        self._fills = {"known": 0, "after": trash, "ends": -1, "base": 0, "start": 0, "limit": -1,
+                       "place": slots.count, "tokens": 0, "positions": 0, "slots": trash,
+                       "blocks": 0}  # fmt: skip
+        self._index = np.arange(tokens, dtype=np.int32)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._taken = Taken(ints(tokens), ints(tokens), ints(tokens))
-        self._matched = results.matched
+        taken = ints(tokens), ints(tokens), ints(tokens)
         self._row, self._drawn = ints(rows), ints(drafts, rows)
         self._positions, self._places = ints(drafts * rows), ints(drafts * rows)
+        # Made here, since every step would pay for a view.
+        self._flats = {size: (FlatRows(**self._views(FLAT, size, size)),
+                              Taken(*(one[:size] for one in taken))) for size in self._layouts}
+        least = min(self._layouts)
+        self._groups = {size: Groups(**self._views(GROUP, size, least)) for size in self._many}
+        self._joins = {size: self._views(JOIN, size, least) for size in self._many}
+        self._chains = {(many, depth): self._chains_of(many, depth)
+                        for many in self._many for depth in self.depths}
         pinned = device.type == "cuda"
         self._homes = [torch.zeros(drafts, rows, dtype=torch.int32, pin_memory=pinned)
                        for _ in range(copies)]
         self._turn = 0
         head.prepare(tokens, rows)
 
-    @staticmethod
-    def _layout(size: int, names: tuple[str, ...]) -> Layout:
-        return Layout({name: (size,) for name in names})
-
     # ---- a step ----------------------------------------------------------------------------------
 
     def stage(self, plan: Plan, places: list[Place], size: int) -> Staged:
         """Send a plan's integers, before anything of it changes; `size` is the forward's bucket."""
-        rows = plan.rows
+        number = self._mirror.next()
+        at, rows = self._hosts[size][number], plan.rows
         starts = np.array([row.start for row in rows], dtype=np.int32)
         counts = np.array([row.count for row in rows], dtype=np.int32)
         slots = np.array([place.slot for place in places], dtype=np.int32)
-        firsts = np.cumsum(counts) - counts
-        self._stage_flat(size, rows, starts, counts, slots, firsts)
-        groups, depth, many = self._stage_groups(plan, starts, counts, slots, firsts)
-        joined = self._stage_joined(rows, starts, slots)
+        draws = np.array([len(row.draft) + 1 for row in rows], dtype=np.int32)
+        late = [i for i, row in enumerate(rows) if not row.last]  # those that draw nothing
+        bases = np.cumsum(counts, dtype=np.int32) - draws
+        begins = starts + counts - draws
+        self._stage_flat(at, rows, counts, slots, bases, draws, late)
+        many = len(rows) - len(late)
+        if late:
+            which = np.delete(self._index[: len(rows)], late)
+            groups, depth = self._stage_groups(
+                at, plan, [rows[i] for i in which], bases[which], begins[which], slots[which])
+        else:
+            groups, depth = self._stage_groups(at, plan, rows, bases, begins, slots)
+        joined = self._stage_joined(at, rows, starts, slots)
+        self._mirror.send(number, self._layouts[size].words)
         return Staged(size, groups, joined, depth, many)
 
+    def _fill(self, at: dict[str, Ints], names: tuple[str, ...], begin: int, end: int) -> None:
+        """Write what stands for nothing."""
+        for name in names:
+            at[name][begin:end] = self._fills[name]
+
     def _stage_flat(
-        self, bucket: int, rows: list[Row], starts: Ints, counts: Ints, slots: Ints, firsts: Ints
-    ) -> None:
-        total, size = int(counts.sum()), self._size
-        made = self._flat_at[bucket]
-        at = made.next()
-        whose = np.arange(len(rows)).repeat(counts)
-        inner = np.arange(total) - firsts[whose]
-        positions = starts[whose] + inner
-        ids, after = self._slots.ids, positions + 1
-        last = np.array([row.last for row in rows])
-        drafts = np.array([row.drafts for row in rows])
-        bases = counts - drafts - 1
-        offset = inner - bases[whose]
-        drawn = last[whose] & (offset >= 0)
+        self, at: dict[str, Ints], rows: list[Row], counts: Ints, slots: Ints, bases: Ints,
+        draws: Ints, late: list[int],
+    ) -> None:  # fmt: skip
+        size = self._size
+        # Each row's slot, flat index of its first draw, group, and how far its draws lie behind it.
+        lines = np.empty((4, len(rows)), dtype=np.int32)
+        lines[0], lines[1], lines[2] = slots, bases, self._index[: len(rows)]
+        ends = bases + draws
+        if late:
+            draws[late] = 0
+            lines[1, late] = NEVER
+            lines[2] = np.cumsum(draws > 0) - 1
+        np.cumsum(draws, out=lines[3])
+        lines[3] -= draws
+        slot, base, group, begin = lines.repeat(counts, axis=1)
+        total = len(slot)
+        offset = self._index[:total] - base
         known = at["known"]
         known[: total - 1] = self._forward.host_tokens[1:total]
-        for i in (~last).nonzero()[0]:
+        for i in late:
             row = rows[i]
-            known[firsts[i] + counts[i] - 1] = row.seq.tokens[row.start + row.count]
-        known[:total][drawn] = -1
-        known[total:] = 0
-        number = np.cumsum(last) - 1
-        at["group"][:total] = np.where(drawn, number[whose], 0)
-        at["offset"][:total] = np.where(drawn, offset, 0)
-        sizes = np.where(last, drafts + 1, 0)
-        begins = np.cumsum(sizes) - sizes
-        at["fresh"][:total] = np.where(drawn, begins[whose] + offset, 0)
-        at["after"][:total] = ids[slots[whose], after // size] * size + after % size
-        at["after"][total:] = self._trash
-        ending = after % size == 0
-        at["ends"][:total] = np.where(ending, ids[slots[whose], positions // size], -1)
-        at["ends"][total:] = -1
-        made.send()
+            known[ends[i] - 1] = row.seq.tokens[row.start + row.count]
+        known[:total][offset >= 0] = -1
+        # Only of what is drawn these mean something, and only of that they are read.
+        at["group"][:total], at["offset"][:total] = group, offset
+        np.add(offset, begin, out=at["fresh"][:total])
+        block, inner = np.divmod(self._forward.host_positions[:total] + 1, size)
+        ids = self._slots.ids
+        at["after"][:total] = ids[slot, block] * size + inner
+        at["ends"][:total] = -1
+        if not inner.all():
+            full = (inner == 0).nonzero()[0]
+            at["ends"][full] = ids[slot[full], block[full] - 1]
+        self._fill(at, ("known", "after", "ends"), total, len(known))
 
     def _stage_groups(
-        self, plan: Plan, starts: Ints, counts: Ints, slots: Ints, firsts: Ints
-    ) -> tuple[int, int, int]:
-        """Bucket, depth and number of the sequences that draw."""
-        rows, most = plan.rows, min(self.drafts, plan.guesses)
-        which = [i for i, row in enumerate(rows) if row.last]
-        many = len(which)
-        made = self._group_at[bucket(self._many, max(1, many))]
-        at = made.next()
-        drafts = np.array([rows[i].drafts for i in which], dtype=np.int32)
-        bases = counts[which] - drafts - 1
-        limits = [self._limit(rows[i], most, 2) for i in which]
-        at["base"][:many] = firsts[which] + bases
-        at["start"][:many] = starts[which] + bases
-        at["place"][:many], at["limit"][:many] = slots[which], limits
-        for name, rest in (("base", 0), ("start", 0), ("limit", -1),
-                           ("place", self._slots.count)):  # fmt: skip
-            at[name][many:] = rest
-        made.send()
+        self, at: dict[str, Ints], plan: Plan, rows: list[Row], bases: Ints, starts: Ints,
+        slots: Ints,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Bucket and depth of the sequences that draw, which are those of `rows`."""
+        many, most = len(rows), min(self.drafts, plan.guesses)
+        size = bucket(self._many, max(1, many))
+        limits = [self._limit(row, most, 2) for row in rows] if most else [0] * many
+        at["base"][:many], at["start"][:many] = bases, starts
+        at["place"][:many], at["limit"][:many] = slots, limits
+        if many < size:
+            self._fill(at, GROUP, many, size)
         longest = max(limits, default=0)
-        depth = bucket(self.depths, longest) if longest else 0
-        return made.size, depth, many
+        return size, bucket(self.depths, longest) if longest else 0
 
-    def _stage_joined(self, rows: list[Row], starts: Ints, slots: Ints) -> int:
+    def _stage_joined(
+        self, at: dict[str, Ints], rows: list[Row], starts: Ints, slots: Ints
+    ) -> int:
         size = self._size
+        inner = starts % size
+        if inner.all():
+            return 0
         # A pending row's step before has made it, and its token is not known here.
         known = np.array([not row.pending for row in rows])
-        which = (known & (starts > 0) & (starts % size == 0)).nonzero()[0]
-        if not len(which):
+        which = (known & (starts > 0) & (inner == 0)).nonzero()[0]
+        many = len(which)
+        if not many:
             return 0
-        made = self._join_at[bucket(self._many, len(which))]
-        at, many = made.next(), len(which)
-        ids, place = self._slots.ids, starts[which] // size
+        ids, place, joined = self._slots.ids, starts[which] // size, bucket(self._many, many)
         at["tokens"][:many] = [rows[i].seq.tokens[rows[i].start] for i in which]
         at["positions"][:many] = starts[which] - 1
         at["slots"][:many] = ids[slots[which], place] * size
         at["blocks"][:many] = ids[slots[which], place - 1]
-        for name, rest in (("tokens", 0), ("positions", 0), ("slots", self._trash), ("blocks", 0)):
-            at[name][many:] = rest
-        made.send()
-        return made.size
+        self._fill(at, JOIN, many, joined)
+        return joined
 
     def run(self, staged: Staged) -> None:
         """Queue all passes of what was staged."""
@@ -196,23 +211,32 @@ class Chaining:
 
     def warm(self, size: int, draws: bool) -> None:
         """Run what a bucket of so many flat tokens, or of so many that draw, needs, on no rows."""
+        flat = min(self._layouts) if draws else size
+        number = self._mirror.next()
+        at = self._hosts[flat][number]
+        self._fill(at, ("known", "after", "ends"), 0, flat)
+        self._fill(at, GROUP, 0, self._many[-1])
+        self._mirror.send(number, self._layouts[flat].words)
         if not draws:
-            at = self._flat_at[size].next()
-            for name, rest in (("known", 0), ("after", self._trash), ("ends", -1)):
-                at[name][:] = rest
-            self._flat_at[size].send()
             self._graphs.run(("extend", size), self._extend(size))
-        elif size in self._group_at:
-            at = self._group_at[size].next()
-            for name, rest in (("base", 0), ("start", 0), ("limit", -1),
-                               ("place", self._slots.count)):  # fmt: skip
-                at[name][:] = rest
-            self._group_at[size].send()
+        elif size in self._many:
             for depth in self.depths:
                 self._graphs.run(("chain", size, depth), self._chain(size, depth))
 
+    def _views(self, names: tuple[str, ...], size: int, flat: int) -> dict[str, Tensor]:
+        """The first `size` of each array on the device, in the layout of `flat` tokens."""
+        at = self._layouts[flat].device(self._mirror.buffer)
+        return {name: at[name][:size] for name in names}
+
+    def _chains_of(self, many: int, depth: int) -> Chains:
+        return Chains(
+            self._row[:many], self._drawn[:depth, :many],
+            self._positions[: depth * many].view(depth, many),
+            self._places[: depth * many].view(depth, many),
+        )  # fmt: skip
+
     def _join(self, size: int) -> Callable[[], None]:
-        at = self._join_at[size].at
+        at = self._joins[size]
 
         def body() -> None:
             self.head.join(at["tokens"], at["positions"], at["slots"], at["blocks"])
@@ -220,9 +244,7 @@ class Chaining:
         return body
 
     def _extend(self, size: int) -> Callable[[], None]:
-        made, results, taken = self._flat_at[size].at, self._results, self._taken
-        rows = FlatRows(**made)
-        mine = Taken(taken.tokens[:size], taken.slots[:size], taken.ends[:size])
+        (rows, mine), results = self._flats[size], self._results
 
         def body() -> None:
             take(rows, results.matched, results.tokens, mine, self._trash)
@@ -232,12 +254,7 @@ class Chaining:
         return body
 
     def _chain(self, many: int, depth: int) -> Callable[[], None]:
-        groups = Groups(**self._group_at[many].at)
-        chains = Chains(
-            self._row[:many], self._drawn[:depth, :many],
-            self._positions[: depth * many].view(depth, many),
-            self._places[: depth * many].view(depth, many),
-        )  # fmt: skip
+        groups, chains = self._groups[many], self._chains[many, depth]
 
         def body() -> None:
             begin(groups, self._results.matched, self._slots.table, chains, self._size,
@@ -274,29 +291,3 @@ class Chaining:
         if submit.drafts not in ("auto", self.head.source):
             return 0
         return max(0, min(most, submit.max_drafts, row.seq.remaining - drawn))
-
-
-class _Mirrored:
-    """One bucket's integers, and the buffer that all buckets share."""
-
-    def __init__(self, size: int, layout: Layout, mirror: Mirror) -> None:
-        self.size, self._layout, self._mirror = size, layout, mirror
-        self.at = layout.device(mirror.buffer)
-        self._hosts = mirror.hosts(layout)
-        self._number = 0
-
-    def next(self) -> dict[str, Ints]:
-        """The host's arrays to fill."""
-        self._number = self._mirror.next()
-        return self._hosts[self._number]
-
-    def send(self) -> None:
-        """Copy them to the device."""
-        self._mirror.send(self._number, self._layout.words)
-
-
-def _buckets(
-    layouts: dict[int, Layout], copies: int, device: torch.device
-) -> dict[int, _Mirrored]:
-    mirror = Mirror(max(one.words for one in layouts.values()), copies, device)
-    return {size: _Mirrored(size, layout, mirror) for size, layout in layouts.items()}

@@ -83,6 +83,7 @@ class Forward:
         self._written = Written(limits.copies)
         self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
         self.host_tokens: Ints = np.zeros(0, dtype=np.int32)  # of the newest step, as staged
+        self.host_positions: Ints = self.host_tokens
 
     @property
     def tokens(self) -> Tensor:
@@ -142,7 +143,7 @@ class Forward:
         self._fill_plain(at, plain)
         if not plain.whole:
             self._fill_long(at, rows, places, plain.count)
-        self.host_tokens = at["tokens"]
+        self.host_tokens, self.host_positions = at["tokens"], at["positions"]
         self._mirror.send(number, made.layout.words)
         return Staged(size, chunks)
 

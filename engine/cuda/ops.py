@@ -111,7 +111,7 @@ class KernelOps:
         self._mixed = rows(heads * dim)
         self._both = rows(2 * shape.intermediate)
         self._inner = rows(shape.intermediate)
-        self._kept = [rows(shape.hidden) for _ in range(taps)]
+        self._kept = rows(taps * shape.hidden)  # a run of columns a tap
         angles = torch.outer(
             torch.arange(max_len, dtype=torch.float64), rotary_frequencies(shape)
         )
@@ -179,15 +179,21 @@ class KernelOps:
         self._picks.run(x, gate_up, out, both=self._both[: self._count], norm=rest)
         return out
 
-    def kept(self, count: int) -> list[Tensor]:
-        """What was kept of the newest step, in order; its first `count` rows."""
-        return [kept[:count] for kept in self._kept]
+    def kept(self, count: int) -> Tensor:
+        """[count, taps * hidden]: the first rows of what was kept of the newest step."""
+        return self._kept[:count]
 
     def keep(self, x: Tensor) -> Tensor:
-        """See Ops: a copy, since the next layer adds to `x`."""
-        kept = self._kept[self._taken][: self._count]
+        """See Ops: a copy, since the next layer adds to `x`; to where `joined` wants it."""
+        width = x.shape[1]
+        kept = self._kept[: self._count, self._taken * width : (self._taken + 1) * width]
         self._taken += 1
         return kept.copy_(x)
+
+    def joined(self, kept: list[Tensor]) -> Tensor:
+        """See Ops; they lie so."""
+        assert len(kept) == self._taken, f"{len(kept)} of the {self._taken} that were kept"
+        return self.kept(self._count)
 
 
 def chunks_possible(tokens: int) -> bool:

@@ -16,28 +16,34 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.launch import enqueue
+from engine.kernels.overlap import launch_options, release, wait
 
 BLOCK = 64  # positions at a time
 LINES = 16  # query heads of a KV head, padded to what a tensor core takes
 FULL = 264  # programs that fill a device: two a multiprocessor of the largest we know
 SPLITS = 32  # at most
+# Rows of tables a step or a group long: their alignment must not compile a kernel anew.
+WORDWISE = ("picked", "place", "position")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _attend(
-    query, pages, table, place, position, parts, sums, peaks, width, scale, stride,
+    query, picked, pages, table, place, position, out, parts, sums, peaks, width, scale, stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, PICKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line = tl.arange(0, LINES)
     at = tl.arange(0, DIM)
+    wait(OVERLAP)
     last = tl.load(position + row) + 1  # the newest slot that is seen
     each = (last + SPLIT * BLOCK - 1) // (SPLIT * BLOCK) * BLOCK
     first = 1 + split * each
     end = tl.minimum(first + each, last + 1)
+    source = tl.load(picked + row) if PICKED else row
     q = tl.load(
-        query + row.to(tl.int64) * stride + (head * GROUP + line[:, None]) * DIM + at[None, :],
+        query + source.to(tl.int64) * stride + (head * GROUP + line[:, None]) * DIM + at[None, :],
         mask=line[:, None] < GROUP, other=0.0,
     )  # fmt: skip
     own = table + tl.load(place + row).to(tl.int64) * width
@@ -61,22 +67,29 @@ def _attend(
         total = total * fade + tl.sum(odds, axis=1)
         mixed = mixed * fade[:, None] + tl.dot(odds.to(v.dtype), v, input_precision="ieee")
         peak = higher
-    out = (row * KV_HEADS + head) * SPLIT + split
-    tl.store(parts + (out * LINES + line[:, None]) * DIM + at[None, :], mixed)
-    tl.store(sums + out * LINES + line, total)
-    tl.store(peaks + out * LINES + line, peak)
+    release(OVERLAP)
+    if SPLIT == 1:
+        whose = (row.to(tl.int64) * KV_HEADS + head) * GROUP + line
+        tl.store(out + whose[:, None] * DIM + at[None, :],
+                 (mixed / total[:, None]).to(out.dtype.element_ty), mask=line[:, None] < GROUP)
+    else:
+        part = (row * KV_HEADS + head) * SPLIT + split
+        tl.store(parts + (part * LINES + line[:, None]) * DIM + at[None, :], mixed)
+        tl.store(sums + part * LINES + line, total)
+        tl.store(peaks + part * LINES + line, peak)
 
 
 @triton.jit
 def _merge(
     parts, sums, peaks, out,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SPLIT: tl.constexpr,
-    LINES: tl.constexpr,
+    LINES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     line, at = head % GROUP, tl.arange(0, DIM)
     begin = (row * KV_HEADS + head // GROUP) * SPLIT
     split = tl.arange(0, SPLIT)
+    wait(OVERLAP)
     peak = tl.load(peaks + (begin + split) * LINES + line)
     total = tl.load(sums + (begin + split) * LINES + line)
     highest = tl.max(peak, axis=0)
@@ -94,22 +107,28 @@ def splits_of(rows: int, kv_heads: int) -> int:
 
 
 def chain_attention(
-    query: Tensor, pages: Tensor, table: Tensor, place: Tensor, position: Tensor, out: Tensor
-) -> None:
+    query: Tensor, pages: Tensor, table: Tensor, place: Tensor, position: Tensor, out: Tensor, *,
+    picked: Tensor | None = None, overlap: int = 0,
+) -> None:  # fmt: skip
     """Attend with `query` [G, heads * dim] (rows contiguous) to `pages` [blocks, 2, size, kv, dim].
 
-    `table` int32 [slots + 1, width], `place` and `position` int32 [G]; `out` like `query`.
+    `table` int32 [slots + 1, width], `place` and `position` int32 [G]; `out` [G, heads * dim].
+    With `picked` int32 [G] the query of row i is query[picked[i]].  `overlap`: see
+    kernels/overlap.py.
     """
-    many, heads = query.shape[0], out.shape[1] // pages.shape[-1]
+    many, heads = out.shape[0], out.shape[1] // pages.shape[-1]
     _, _, size, kv_heads, dim = pages.shape
     group, split = heads // kv_heads, splits_of(many, kv_heads)
     assert group <= LINES and query.stride(1) == 1 and out.is_contiguous()
-    lines = (many, kv_heads, split, LINES)
+    lines = (many, kv_heads, split, LINES) if split > 1 else (0,)  # nothing to merge
     parts = torch.empty(*lines, dim, dtype=torch.float32, device=query.device)
     sums, peaks = (torch.empty(lines, dtype=torch.float32, device=query.device) for _ in range(2))
-    shared = {"GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "SPLIT": split, "LINES": LINES}
+    shared = {"GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "SPLIT": split, "LINES": LINES,
+              "OVERLAP": int(overlap), **launch_options(overlap)}  # fmt: skip
     enqueue(_attend, (many, kv_heads, split))(
-        query, pages, table, place, position, parts, sums, peaks, table.shape[1],
-        1 / math.sqrt(dim), query.stride(0), PAGE=size, BLOCK=BLOCK, num_warps=4, **shared,
+        query, place if picked is None else picked, pages, table, place, position, out, parts,
+        sums, peaks, table.shape[1], 1 / math.sqrt(dim), query.stride(0), PAGE=size, BLOCK=BLOCK,
+        PICKED=picked is not None, num_warps=4, **shared,
     )  # fmt: skip
-    enqueue(_merge, (many, heads))(parts, sums, peaks, out, num_warps=2, **shared)
+    if split > 1:
+        enqueue(_merge, (many, heads))(parts, sums, peaks, out, num_warps=2, **shared)

@@ -12,16 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.launch import enqueue
+from engine.kernels.overlap import release
 from engine.kernels.philox import gumbel, words_at
 from engine.kernels.sampler_score import CHOICE, FLAGS, HOT, SEED, TEMPERATURE, WORDS, number
 
-BLOCK = 1024  # ids at a time
+BLOCK, WARPS = 4096, 16  # ids at a time: a row is one program, so its loads should travel together
+# Rows of tables a step or a group long: their alignment must not compile a kernel anew.
+WORDWISE = ("place", "position", "tokens")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _draw(
     logits, kept, records, place, position, tokens, count,
-    AHEAD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     record = records + tl.load(place + row).to(tl.int64) * WORDS
@@ -43,21 +46,24 @@ def _draw(
         peak, index = tl.max(score, axis=0, return_indices=True)
         found = tl.where(peak > best, first + index, found)
         best = tl.maximum(peak, best)
+    release(OVERLAP)
     tl.store(tokens + row, tl.load(kept + found) if KEPT else found)
 
 
 def chain_draw(
     logits: Tensor, kept: Tensor | None, records: Tensor, place: Tensor, position: Tensor,
-    tokens: Tensor, ahead: int,
+    tokens: Tensor, ahead: int, *, overlap: int = 0,
 ) -> None:  # fmt: skip
     """Write the drawn ids of `logits` [G, vocabulary] to `tokens` int32 [G].
 
     `kept` int32 [vocabulary] are the target's ids, None = all; `records` of SlotTables by `place`;
-    the token drawn is that of `position` + `ahead`.
+    the token drawn is that of `position` + `ahead`.  Of two as good it is the first.  It waits for
+    whatever is before it; with `overlap` the next kernel need not (kernels/overlap.py).
     """
     many, count = logits.shape
     assert logits.is_contiguous()
     enqueue(_draw, (many,))(
         logits, tokens if kept is None else kept, records, place, position, tokens, count,
-        AHEAD=ahead, KEPT=kept is not None, BLOCK=BLOCK, num_warps=8,
+        AHEAD=ahead, KEPT=kept is not None, BLOCK=BLOCK, OVERLAP=int(overlap),
+        num_warps=WARPS,
     )  # fmt: skip

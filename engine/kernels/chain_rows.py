@@ -126,22 +126,3 @@ def begin(
         chains.positions, chains.slots, table.shape[1], size, trash, many, DEPTH=depth,
         num_warps=1,
     )  # fmt: skip
-
-
-@triton.jit
-def _scatter(source, index, target, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    where = tl.load(index + row).to(tl.int64)
-    if where >= 0:
-        for first in range(0, width, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            there = at < width
-            run = tl.load(source + row * width + at, mask=there, other=0.0)
-            tl.store(target + where * width + at, run, mask=there)
-
-
-def scatter(source: Tensor, index: Tensor, target: Tensor) -> None:
-    """target[index[i]] = source[i] for each i whose index (int32) is not negative; contiguous."""
-    count, width = source.shape
-    enqueue(_scatter, (count,))(
-        source, index, target, width, BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4)

@@ -33,7 +33,8 @@ F32 = torch.float32
 HEADS = {
     "plain": {},
     "3.1": {"fc_norm": True, "norm_output": True},
-    "wide": {"draft_vocab": 259, "norm_before_residual": True, "attention_bias": True},
+    "wide": {"draft_vocab": 259, "norm_before_residual": True, "attention_bias": True,
+             "norm_before_fc": True, "fc_bias": True},
 }
 
 
@@ -118,6 +119,30 @@ def test_a_cached_prefix_is_drafted_behind_as_if_it_had_been_computed(folder, mo
         monkeypatch=monkeypatch)
     assert (warm[2], cold[2]) == (128, 0)
     assert warm[:2] == cold[:2] and warm[1]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_row_that_is_made_anew_is_the_row_that_was(name):
+    """Of several blocks at once, each by its own end; and nothing else in the pages moves."""
+    shape = config(head_dim=32, heads=4, kv_heads=2, **HEADS[name])
+    draft = CapturedEagle3(head_of(shape, 3, F32), 512)
+    draft.reserve(6, 4, None, None)
+    draft.prepare(12, 2)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=draft.head.device)
+
+    noise = torch.Generator().manual_seed(5)
+    kept = torch.randn(9, shape.fused, generator=noise).to(draft.head.device)
+    tokens, blocks = ints(*range(40, 49)), (3, 1, 4)  # of positions 1 .. 9
+    slots = ints(*(blocks[n // 4] * 4 + n % 4 for n in range(1, 10)))
+    ends = ints(*(blocks[n // 4 - 1] if n % 4 == 0 else -1 for n in range(1, 10)))
+    draft.extend(kept, tokens, ints(*range(9)), slots, ends)
+    wanted = draft.pages.clone()
+    draft.pages[[1, 4], :, 0] = 7.0
+    draft.join(ints(43, 47), ints(3, 7), ints(4, 16), ints(3, 1))
+    torch.testing.assert_close(draft.pages, wanted, rtol=1e-5, atol=1e-5)
+    assert wanted[[1, 4], :, 0].any(dim=-1).all()
 
 
 @pytest.mark.parametrize("wrong", [0, 3])
