@@ -51,6 +51,7 @@ DTYPES = {
 }
 
 
+MASKERS = 4  # threads that make masks, at most: more gained nothing (masks.py)
 SWITCH_S = 0.0005  # how long a thread may keep Python's lock while others wait, in a GPU's start
 
 
@@ -122,7 +123,7 @@ def build(
         pool=pool,
         sessions=SessionTable(pool, config.cache),
         compiler=grammar,
-        masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1)),
+        masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1), _maskers(device)),
         threads=threads,
     )
 
@@ -167,6 +168,11 @@ def _trials(config: ResolvedConfig) -> Limits | None:
     if not config.compile_cpu_s:
         return None
     return Limits(config.compile_cpu_s, config.compile_memory_bytes)
+
+
+def _maskers(device: torch.device) -> int:
+    """Threads for masks: where a GPU computes, the host's cores have little else to do."""
+    return max(1, min(MASKERS, len(cores()) // 2)) if fused(device) else 1
 
 
 def _threads(config: ResolvedConfig, device: torch.device) -> Threads:

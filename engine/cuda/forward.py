@@ -212,23 +212,30 @@ class Forward:
         self, at: dict[str, Ints], rows: list[Row], places: list[Place], first: int
     ) -> None:
         """Write the tokens of the rows from `first` on; before it each has one."""
-        size, begin = self.limits.size, first
-        for i in range(first, len(rows)):
-            row, slot = rows[i], places[i].slot
-            seq, start, count = row.seq, row.start, row.count
-            end, known = begin + count, 0 if row.pending else count - row.drafts
-            at["slot"][i], at["start"][i] = slot, start
-            at["origin"][begin:end] = slot if row.pending else -1
-            at["tokens"][begin:end] = [*seq.tokens[start : start + known], *row.draft] or 0
-            if count <= SHORT:
-                run = range(start, start + count)
-                kv = [seq.blocks[place // size].id * size + place % size for place in run]
-                at["positions"][begin:end], at["kv"][begin:end] = run, kv
+        tokens, origins = list[int](), list[int]()
+        slots = [place.slot for place in places[first:]]
+        for row, slot in zip(rows[first:], slots, strict=True):
+            start, count = row.start, row.count
+            if row.pending:
+                tokens += [0] * count
+                origins += [slot] * count
             else:
-                long = np.arange(start, start + count)
-                at["positions"][begin:end] = long
-                at["kv"][begin:end] = self._slots.ids[slot, long // size] * size + long % size
-            begin = end
+                tokens += row.seq.tokens[start : start + count - len(row.draft)]
+                tokens += row.draft
+                origins += [-1] * count
+        many, size = len(rows), self.limits.size
+        starts = np.array([row.start for row in rows[first:]], dtype=np.int32)
+        at["slot"][first:many], at["start"][first:many] = slots, starts
+        end = first + len(tokens)
+        at["tokens"][first:end], at["origin"][first:end] = tokens, origins
+        counts = at["count"][first:many]
+        offsets = starts - at["first"][first:many] + first  # position less place, of each row
+        positions = np.arange(len(tokens), dtype=np.int32)
+        positions += offsets.repeat(counts)
+        block, inner = np.divmod(positions, size)
+        at["positions"][first:end] = positions
+        ids = self._slots.ids[np.array(slots).repeat(counts), block]
+        at["kv"][first:end] = ids * size + inner
 
     def _check_items(self, starts: Ints, counts: Ints, room: int) -> None:
         short = counts <= SHORT

@@ -48,6 +48,7 @@ class Mirror:
 
     A step that draws nothing (a chunk in mid-prompt) is collected without a wait, so the host may
     be any number of steps ahead: a host buffer is given out again once its last copy is done.
+    All copies are queued on the stream that is current when it is made.
     """
 
     def __init__(self, words: int, copies: int, device: torch.device) -> None:
@@ -58,6 +59,9 @@ class Mirror:
         ]
         self._arrays: list[Ints] = [staged.numpy() for staged in self._staged]
         self._copied = [_mark(device) for _ in range(copies)]  # its last copy is done
+        # Where copies are queued.  Asking torch for it costs more than a copy does.
+        self._stream = torch.cuda.current_stream(device) if pinned else None
+        self._spans: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by words: to, from
         self._turn = 0
 
     def hosts(self, layout: Layout) -> list[dict[str, Ints]]:
@@ -73,9 +77,14 @@ class Mirror:
 
     def send(self, number: int, words: int) -> None:
         """Copy the first `words` of a host buffer to the device, in stream order."""
-        self.buffer[:words].copy_(self._staged[number][:words], non_blocking=True)
+        spans = self._spans.get(words)
+        if spans is None:  # one for each layout: a view costs as much as a copy
+            spans = self._spans[words] = [(self.buffer[:words], one[:words])
+                                          for one in self._staged]
+        to, source = spans[number]
+        to.copy_(source, non_blocking=True)
         if (copied := self._copied[number]) is not None:
-            copied.record()
+            copied.record(self._stream)
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

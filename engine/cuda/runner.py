@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -89,7 +88,8 @@ class CudaRunner:
         self._flights: deque[CudaFlight] = deque()
         self._later: deque[Bucket] = deque()  # to be captured when nobody waits
         self._rare: deque[Bucket] = deque()  # and then to be run once, which loads their kernels
-        with torch.inference_mode(), self._on_stream():
+        self._on_stream()
+        with torch.inference_mode():
             if head is not None:
                 head.reserve(pages.blocks, pages.size, pages.data.dtype, self.device)
             self._make(shape)
@@ -132,8 +132,16 @@ class CudaRunner:
             copies=copies,
         ) if isinstance(self._draft, CapturedDraft) else None
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def _on_stream(self) -> None:
+        """Have the calling thread queue on the runner's stream, also from then on.
+
+        One thread steps an engine.  Entering and leaving a stream in each phase would cost it
+        25 us, and torch looks up the device anew where it is not told its index.
+        """
+        if (own := self._stream) is not None:
+            current = torch.cuda.current_stream(own.device_index)
+            if current.cuda_stream != own.cuda_stream:
+                torch.cuda.set_stream(own)
 
     @property
     def lookahead(self) -> int:
@@ -161,25 +169,25 @@ class CudaRunner:
         """See StepRunner.  Fresh blocks are not cleared: the kernels mask what was not written."""
         lap = self._laps.begin(len(plan.rows)) if self._laps is not None else None
         graphs = len(self._graphs)
-        with self._on_stream():
-            for source, target in plan.copies:
-                self.pages.copy(source, target)
-                if self._draft is not None:
-                    self._draft.copy(source, target)
-            places = self.slots.placed(plan.rows)
-            self.slots.upload()
-            even = plain(plan.rows, places, self.slots.ids, self.pages.size)
-            staged, chain = self.forward.stage(plan.rows, places, even), None
-            if lap is not None:
-                lap.kind = staged
-            try:
-                self.forward.run(staged)  # the device computes while the rest is prepared
-                draw = self.settling.prepare(plan.rows, places, even)
-                if self.chaining is not None:
-                    chain = self.chaining.stage(plan, places, staged.size)
-            except BaseException:
-                self._lose(plan)
-                raise
+        self._on_stream()
+        for source, target in plan.copies:
+            self.pages.copy(source, target)
+            if self._draft is not None:
+                self._draft.copy(source, target)
+        places = self.slots.placed(plan.rows)
+        self.slots.upload()
+        even = plain(plan.rows, places, self.slots.ids, self.pages.size)
+        staged, chain = self.forward.stage(plan.rows, places, even), None
+        if lap is not None:
+            lap.kind = staged
+        try:
+            self.forward.run(staged)  # the device computes while the rest is prepared
+            draw = self.settling.prepare(plan.rows, places, even)
+            if self.chaining is not None:
+                chain = self.chaining.stage(plan, places, staged.size)
+        except BaseException:
+            self._lose(plan)
+            raise
         flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap, graphs=graphs, chain=chain)
         self._flights.append(flight)
         return flight
@@ -189,32 +197,32 @@ class CudaRunner:
         """See StepRunner."""
         assert isinstance(flight, CudaFlight)
         if flight.draw is not None:
-            with self._on_stream():
-                self.settling.supply(flight.draw, masks, masked)
+            self._on_stream()
+            self.settling.supply(flight.draw, masks, masked)
 
     @torch.inference_mode()
     def settle(self, flight: Flight) -> None:
         """See StepRunner."""
         assert isinstance(flight, CudaFlight)
         try:
-            with self._on_stream():
-                if flight.draw is not None:
-                    self.settling.stage(flight.draw)
-                    self.settling.run(flight.draw)
-                    self.settling.fetch(flight.draw)
-                if self._laps is not None and flight.lap is not None:
-                    self._laps.end(flight.lap)
-                if self.chaining is not None and flight.chain is not None:
-                    self._chain(self.chaining, flight, flight.chain)
-                if flight.lap is not None and len(self._graphs) > flight.graphs:
-                    flight.lap.kind = None  # something was captured, too: nothing to go by
-                if self.head is not None:
-                    self._read(flight)
-                    taps = self.forward.taps
-                    assert taps is not None, "the model was built without the draft's taps"
-                    flight.drafts = guess(self.head, flight.plan, flight.drawn, taps,
-                                          self.pages.size,
-                                          min(self.most.drafts, flight.plan.guesses))
+            self._on_stream()
+            if flight.draw is not None:
+                self.settling.stage(flight.draw)
+                self.settling.run(flight.draw)
+                self.settling.fetch(flight.draw)
+            if self._laps is not None and flight.lap is not None:
+                self._laps.end(flight.lap)
+            if self.chaining is not None and flight.chain is not None:
+                self._chain(self.chaining, flight, flight.chain)
+            if flight.lap is not None and len(self._graphs) > flight.graphs:
+                flight.lap.kind = None  # something was captured, too: nothing to go by
+            if self.head is not None:
+                self._read(flight)
+                taps = self.forward.taps
+                assert taps is not None, "the model was built without the draft's taps"
+                flight.drafts = guess(self.head, flight.plan, flight.drawn, taps,
+                                      self.pages.size,
+                                      min(self.most.drafts, flight.plan.guesses))
         except BaseException:
             self._flights.remove(flight)
             self._lose(flight.plan)
@@ -277,11 +285,11 @@ class CudaRunner:
     @torch.inference_mode()
     def largest(self) -> None:
         """Run the largest step, on no rows: what it allocates is what any step may."""
-        with self._on_stream():
-            self.forward.run(self.forward.empty(self.forward.sizes[-1], chunks=True))
-            if self.chaining is not None:
-                self.chaining.warm(self.forward.sizes[-1], draws=False)
-            self.settling.run(self.settling.empty(self.settling.sizes[-1], FILTERED, masked=True))
+        self._on_stream()
+        self.forward.run(self.forward.empty(self.forward.sizes[-1], chunks=True))
+        if self.chaining is not None:
+            self.chaining.warm(self.forward.sizes[-1], draws=False)
+        self.settling.run(self.settling.empty(self.settling.sizes[-1], FILTERED, masked=True))
 
     @torch.inference_mode()
     def compile(self, stop: Event | None = None) -> None:
@@ -290,7 +298,8 @@ class CudaRunner:
         The weights are not read: they may be without values.
         """
         threads = os.cpu_count() or 1
-        with self._on_stream(), compiling(threads, self.device, stop), self._graphs.dry():
+        self._on_stream()
+        with compiling(threads, self.device, stop), self._graphs.dry():
             for group, size in self._products():
                 self.picks.compile(group, size)
             for bucket in every(self.forward.sizes, self.settling.sizes):
@@ -309,9 +318,8 @@ class CudaRunner:
         missed, steps, draws = Event(), self.forward.sizes, self.settling.sizes
         first = ordered(steps, draws)[0]
         first += [Forwarded(steps[-1], True), Drawn(draws[-1], FILTERED, True)]  # as in `largest`
-        with (
-            self._on_stream(), compiling(LOADERS, self.device, stop, missed), self._graphs.dry(),
-        ):  # fmt: skip
+        self._on_stream()
+        with compiling(LOADERS, self.device, stop, missed), self._graphs.dry():
             for bucket in first:
                 if missed.is_set():
                     break
@@ -324,21 +332,21 @@ class CudaRunner:
 
         Kernels that `compile` has not made ready are compiled one by one.
         """
-        with self._on_stream():
-            with timeline.span("picks"):
-                self.slots.warm()
-                for group, size in self._products():
-                    self.picks.tune(group, size)
-                self.picks.save()
-            self._keep()
-            with timeline.span("graphs"):
-                first, later = ordered(self.forward.sizes, self.settling.sizes)
-                for wanted in first:
-                    self._visit(wanted)
-                self._later += later
-                self._rare += rare(self.settling.sizes)
-                if self._stream is not None:
-                    self._stream.synchronize()
+        self._on_stream()
+        with timeline.span("picks"):
+            self.slots.warm()
+            for group, size in self._products():
+                self.picks.tune(group, size)
+            self.picks.save()
+        self._keep()
+        with timeline.span("graphs"):
+            first, later = ordered(self.forward.sizes, self.settling.sizes)
+            for wanted in first:
+                self._visit(wanted)
+            self._later += later
+            self._rare += rare(self.settling.sizes)
+            if self._stream is not None:
+                self._stream.synchronize()
 
     @torch.inference_mode()
     def idle(self) -> bool:
@@ -346,12 +354,12 @@ class CudaRunner:
         if not (self._later or self._rare):
             return False
         try:
-            with self._on_stream():
-                if self._later:
-                    self._visit(self._later.popleft())
-                else:
-                    with self._graphs.dry():
-                        self._visit(self._rare.popleft())
+            self._on_stream()
+            if self._later:
+                self._visit(self._later.popleft())
+            else:
+                with self._graphs.dry():
+                    self._visit(self._rare.popleft())
         except torch.OutOfMemoryError:  # what is left is tried again where a step needs it
             self._later.clear()
             self._rare.clear()

@@ -99,6 +99,11 @@ class Settling:
         ]
         self._homes = [_home(self._results, pinned) for _ in range(copies)]
         self._turn = 0
+        self._numbers = np.arange(rows + 1, dtype=np.int32)
+        self._arrivals = {
+            size: [(home.tokens[:size], made.results.tokens) for home in self._homes]
+            for size, made in self._buckets.items()
+        }
 
     @property
     def results(self) -> Results:
@@ -200,10 +205,16 @@ class Settling:
         """Send the mask rows that forbid something; row 0 of the device's stays open."""
         if not masked:
             return
-        staged = self._staged_masks[draw.staged]
-        torch.index_select(masks, 0, torch.tensor(masked), out=staged[: len(masked)])
-        self._masks[1 : len(masked) + 1].copy_(staged[: len(masked)], non_blocking=True)
-        self._buckets[draw.size].hosts[draw.staged]["mask"][masked] = range(1, len(masked) + 1)
+        count, first = len(masked), masked[0]
+        staged = self._staged_masks[draw.staged][:count]
+        own = self._buckets[draw.size].hosts[draw.staged]["mask"]
+        if masked[-1] - first == count - 1:  # they rise: then they lie side by side
+            staged.copy_(masks[first : first + count])
+            own[first : first + count] = self._numbers[1 : count + 1]
+        else:
+            torch.index_select(masks, 0, torch.tensor(masked), out=staged)
+            own[masked] = self._numbers[1 : count + 1]
+        self._masks[1 : count + 1].copy_(staged, non_blocking=True)
         self._written.forget(draw.staged)
         draw.masked = True
 
@@ -233,7 +244,8 @@ class Settling:
         """Send the results home."""
         draw.home = self._turn = (self._turn + 1) % len(self._homes)
         home, results, count = self._homes[draw.home], self._results, draw.count
-        home.tokens[:count].copy_(results.tokens[:count], non_blocking=True)
+        to, drawn = self._arrivals[draw.size][draw.home]  # of its bucket: a view costs a copy
+        to.copy_(drawn, non_blocking=True)
         if draw.needs.logprobs:
             for name in ("own", "best_ids", "best_values"):
                 source: Tensor = getattr(results, name)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 SHORT = 16  # tokens of a row up to which it is short
 LINES = 16  # query lines of a short tile: the smallest matrix product of a tensor core
+FEW = 6  # rows up to which a loop is quicker than numpy
 TILES = 16  # tiles that a short row can have: one token each when a KV head has 16 query heads
 
 Ints = NDArray[np.int32]
@@ -36,6 +37,8 @@ def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int
     upwards, which the kernel relies on to find its neighbours' partial results.  Rows with a count
     of 0 or above SHORT get no items.  `starts` and `counts` are [S].
     """
+    if len(counts) <= FEW:
+        return _fill_few(starts, counts, items, tile, split)
     rows = np.flatnonzero((counts > 0) & (counts <= SHORT))
     tokens = counts[rows]
     tiles = -(-tokens // tile)
@@ -49,6 +52,21 @@ def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int
     assert total <= items.shape[1], f"{total} short items, room for {items.shape[1]}"
     items[0, :total] = np.repeat(rows * TILES + place, splits)
     items[1, :total] = _places(splits)
+    return total
+
+
+def _fill_few(starts: Ints, counts: Ints, items: Ints, tile: int, split: int) -> int:
+    """The same, row by row."""
+    tiles, splits = list[int](), list[int]()
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        if 0 < count <= SHORT:
+            for place in range(-(-count // tile)):
+                many = (start + min(count, (place + 1) * tile) - 1) // split + 1
+                tiles += [row * TILES + place] * many
+                splits += range(many)
+    total = len(tiles)
+    assert total <= items.shape[1], f"{total} short items, room for {items.shape[1]}"
+    items[0, :total], items[1, :total] = tiles, splits
     return total
 
 

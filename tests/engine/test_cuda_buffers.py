@@ -66,7 +66,7 @@ def test_a_host_buffer_is_given_out_again_only_when_its_copy_is_done(monkeypatch
         def __init__(self) -> None:
             self.copies = 0
 
-        def record(self) -> None:
+        def record(self, stream) -> None:
             self.copies += 1
             said.append("sent")
 

@@ -126,7 +126,8 @@ def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(fold
     for size in forward.sizes:
         for array in forward._mirror._arrays:
             array[:] = 10**8
-        with torch.inference_mode(), runner._on_stream():
+        runner._on_stream()
+        with torch.inference_mode():
             forward.run(forward.empty(size))
         rows = forward._buckets[size].views.attention
         for row in (rows.slot, rows.first, rows.start, rows.count):

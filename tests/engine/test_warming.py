@@ -207,7 +207,8 @@ def test_nothing_is_left_to_compile_when_the_weights_are_there(folder):
         engine = make(folder)
         runner = engine.runner
         for wanted in every(runner.forward.sizes, runner.settling.sizes):
-            with torch.inference_mode(), runner._on_stream():
+            runner._on_stream()
+            with torch.inference_mode():
                 runner._visit(wanted)
         torch.cuda.synchronize()
     assert not compiled
