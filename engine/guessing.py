@@ -10,19 +10,20 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.messages import DRAFT_PLACES, DRAFT_SOURCES
-from engine.proposer import Draft, Turn
+from engine.proposer import ASLEEP, FREE, Draft, Load, Turn
 
 if TYPE_CHECKING:
 
     from engine.accept import Accepted
     from engine.plan import Plan, Row
-    from engine.proposer import AnyDraft, HostDrafts
+    from engine.proposer import AnyDraft, HostDrafts, Ran
     from engine.scheduler import Scheduler
     from engine.sequence import Sequence
 
 _ORDER = {source: place for place, source in enumerate(DRAFT_SOURCES)}
-WORTH = 2  # draft tokens for which a sequence leaves the pipeline: a step of it is lost for them
-MOST_WAIT = 16  # tokens between two looks at a sequence for which nothing was found
+FEW = 4  # sequences up to which each is looked at in its turn while steps run ahead
+EACH = 16  # of more sequences one is looked at in so many steps
+MOST_WAIT = 16  # tokens between two looks at one of few for which little was found
 
 
 class Guessing:
@@ -36,6 +37,7 @@ class Guessing:
         self._device = head.source if head is not None else ""
         self._most = most
         self._vocab = vocab
+        self._beat = 0  # steps behind which there was somebody to look at
         self.rounds = 0  # rows that verified a draft
         self.drafted = 0  # tokens verified
         self.accepted = 0
@@ -52,45 +54,79 @@ class Guessing:
     def propose(self, scheduler: Scheduler) -> None:
         """Ask the host proposer for all that decode; it sees what the device drafted for them.
 
-        One whose newest token only the device knows cannot take a draft; where much would follow
-        what is known of it, it is `hosted` from then on: planned when all of it is known.
+        One whose newest token only the device knows cannot take a draft.  While steps run ahead of
+        the host that is so of all; then it is asked what its guess for one of them would be worth.
         """
         if self.host is None:
             return
         asked: list[Sequence] = []
         turns: list[Turn] = []
+        ahead: list[Sequence] = []
         for seq in scheduler.running:
             limit = self._room(seq)
             if not seq.decoding or seq.draft or limit < 1 or seq.submit.drafts == "off":
                 continue
-            if seq.pending and (seq.hosted or not _due(seq)):
+            if seq.pending:
+                ahead.append(seq)
                 continue
             asked.append(seq)
             turns.append(_turn(seq, limit))
+        if ahead:
+            self._look(ahead)
         if not turns:
             return
         for seq, draft in zip(asked, self.host.propose(turns, _beside(scheduler)), strict=True):
-            found = len(draft.tokens)
-            seq.hosted = found >= WORTH or (found > 0 and seq.hosted)
-            seq.vainly = 0 if found else min(2 * seq.vainly + 1, MOST_WAIT)
-            seq.look_at = len(seq.tokens) + seq.vainly
-            if found and not seq.pending:
+            if draft.tokens:
                 self._keep(seq, draft, self.host.source)
             seq.guessed = []
 
+    def _look(self, seqs: list[Sequence]) -> None:
+        """Have the proposer judge one of these: of many now and then, for it takes time."""
+        assert self.host is not None
+        self._beat += 1
+        if len(seqs) > FEW:
+            if self._beat % EACH:
+                return
+            seq = seqs[self._beat // EACH % len(seqs)]
+        else:
+            due = [seq for seq in seqs if len(seq.tokens) >= seq.look_at]
+            if not due:
+                return
+            seq = due[0]
+        worth = self.host.look(_turn(seq, self._room(seq)), seq.grammar is not None)
+        seq.vainly = 0 if worth >= 1 else min(2 * seq.vainly + 1, MOST_WAIT)
+        seq.look_at = len(seq.tokens) + 1 + seq.vainly
+
     def ahead(self, plan: Plan, scheduler: Scheduler) -> int:
-        """How many tokens the device is to draft behind a plan; 0 = the next step need not wait."""
-        if not self._device:
-            return 0
-        # A row draws one token itself; behind the last that may come there is nothing to verify.
-        rooms = [min(row.seq.submit.max_drafts, row.seq.remaining - 2) for row in plan.rows
-                 if row.last and row.seq.submit.drafts in ("auto", self._device)]
-        rooms = [room for room in rooms if room > 0]
-        if not rooms:
-            return 0
-        most = min(self._most, max(rooms))
-        return most if self.host is None else self.host.ahead(
-            len(rooms), _beside(scheduler), most)
+        """What follows a plan, as HostDrafts.ahead says it."""
+        if self.host is None and not self._device:
+            return FREE
+        count = masked = 0
+        for row in plan.rows:
+            if row.last:
+                count += 1
+                masked += row.seq.grammar is not None
+        found = self._most
+        if self.host is not None:
+            load = Load(count, _beside(scheduler), 2 * masked > count)
+            found = self.host.ahead(load, self._most if self._device else 0)
+            if found == ASLEEP and any(row.count > 1 + len(row.draft) for row in plan.rows):
+                found = FREE  # a prompt: the draft could never read it later
+        return found if found < 0 else self._wanted(plan, found)
+
+    def _wanted(self, plan: Plan, length: int) -> int:
+        """A chain of at most `length`, as long as somebody may take; FREE where nobody may."""
+        longest, able = 0, False
+        for row in plan.rows:
+            submit = row.seq.submit
+            if not row.last or submit.drafts == "off":
+                continue
+            # A row draws one token itself; behind the last there is nothing to verify.
+            room = min(submit.max_drafts, row.seq.remaining - 2)
+            able = able or room > 0
+            if submit.drafts in ("auto", self._device):
+                longest = max(longest, room)
+        return min(length, longest) if able else FREE
 
     def _room(self, seq: Sequence) -> int:
         """Draft tokens that may be verified for it now: the row's own token comes behind them."""
@@ -139,10 +175,10 @@ class Guessing:
             seen = count if len(accepted.tokens) > right else right
             self.host.observe(seq.key, min(seen, right + 1), right)
 
-    def ran(self, plan: Plan, seconds: float) -> None:
+    def ran(self, ran: Ran) -> None:
         """Tell the proposer what a step took."""
-        if self.host is not None and seconds > 0:
-            self.host.timed(plan.tokens, seconds, plan.guesses)
+        if self.host is not None and ran.seconds > 0:
+            self.host.timed(ran)
 
     def ended(self, session: bytes) -> None:
         """A session is over."""
@@ -170,11 +206,6 @@ def _beside(scheduler: Scheduler) -> int:
     if scheduler.active < scheduler.config.max_sequences:
         ahead += sum(len(seq.tokens) for seq in scheduler.waiting)
     return min(ahead, scheduler.config.mixed_tokens)
-
-
-def _due(seq: Sequence) -> bool:
-    """Time to look whether it is worth waiting for; a look costs as much as a guess."""
-    return len(seq.tokens) >= seq.look_at
 
 
 def _turn(seq: Sequence, limit: int) -> Turn:

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from engine.accept import Accepted, accept, ending
 from engine.build import build
 from engine.cuda.buckets import sizes
+from engine.cycles import Cycles
 from engine.device import pick
 from engine.failures import no_memory, no_token
 from engine.guessing import Guessing, counted
@@ -38,7 +39,7 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.pace import Pace
-from engine.proposer import AnyDraft, HostDrafts, head_maker, proposer
+from engine.proposer import ASLEEP, FREE, AnyDraft, HostDrafts, head_maker, proposer
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
@@ -109,6 +110,7 @@ class Engine:
         self._told = 0.0  # when the last Stats left
         self._ran = 0.0  # when the last step was launched
         self._guessed: Flight | None = None  # committed, and its chains are still to come
+        self._cycles = Cycles(parts.runner.depth > 0)
 
     # ---- the loop's three calls ------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class Engine:
             self._run(plan, replies)
         else:
             self._collect(0, replies)
+            self._cycles.paused()
         return replies + self._heartbeat()
 
     def drain(self) -> list[ToGateway]:
@@ -178,9 +181,11 @@ class Engine:
 
     def _fly(self, plan: Plan, replies: list[ToGateway]) -> None:
         """Take a plan through the phases; collect what is old enough."""
-        if guesses := self.guessing.ahead(plan, self.scheduler):
-            plan = dataclasses.replace(plan, guesses=guesses)
+        ahead = self.guessing.ahead(plan, self.scheduler)
+        if ahead not in (0, FREE):
+            plan = dataclasses.replace(plan, guesses=max(ahead, 0), asleep=ahead == ASLEEP)
         flight = self.runner.launch(plan)
+        flight.alone = not self._out
         masked = [row for row in plan.rows if row.last and row.seq.grammar is not None]
         self._out += 1
         try:
@@ -192,7 +197,7 @@ class Engine:
         except TOO_LARGE:
             self._out -= 1
             raise
-        self._collect(0 if guesses else self.runner.depth, replies)
+        self._collect(self.runner.depth if ahead < 0 else 0, replies)
 
     def _needs_host(self, plan: Plan, masked: list[Row]) -> bool:
         """Whether some row cannot be settled before the host knows what the step before drew."""
@@ -204,26 +209,27 @@ class Engine:
 
     def _collect(self, depth: int, replies: list[ToGateway]) -> None:
         """Commit all flights but the newest `depth`."""
-        for flight in self.runner.collect(depth):
+        flights = self.runner.collect(depth)
+        for flight in flights:
             self._out -= 1
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
+            self.guessing.ran(self._cycles.ended(flight, len(flights)))
             replies += self._commit(flight)
             if flight.plan.guesses:
                 self._guessed = flight
             else:
-                self.guessing.ran(flight.plan, flight.seconds)
                 self.guessing.propose(self.scheduler)
 
     def _take(self) -> None:
         """Take what the device has drafted meanwhile: replies are sent before it is waited for."""
-        if (flight := self._guessed) is None:
+        flight, self._guessed = self._guessed, None
+        if flight is None:
             return
-        self._guessed = None
         for row, chain in zip(flight.plan.rows, self.runner.guesses(flight), strict=False):
             seq = row.seq
             if chain and not (seq.gone or seq.finish or row.vain):
                 self.guessing.take(seq, chain)
-        self.guessing.ran(flight.plan, flight.seconds)
+        self._cycles.drafted(flight)
         self.guessing.propose(self.scheduler)
 
     # ---- supply, commit --------------------------------------------------------------------------

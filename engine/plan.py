@@ -46,6 +46,7 @@ class Plan:
     fresh: list[int]  # ids of blocks that were handed out for it: their pages hold nothing of value
     copies: list[tuple[int, int]]  # (from, to) block ids to copy first, in order: forks
     guesses: int = 0  # tokens that a device draft may make behind each row
+    asleep: bool = False  # the device draft leaves the step out: it makes no row of its own
 
     @property
     def tokens(self) -> int:

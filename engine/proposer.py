@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int]  # request id, choice index
 
+# Tokens of a device's chain that may be asked for; graphs are made for these.
+LENGTHS = (0, 1, 2, 3, 5, 7)
+
 
 class Draft(NamedTuple):
     """A chain of guessed token ids; every id is below the vocabulary's size."""
@@ -47,6 +50,30 @@ class Turn:
     guessed: Sequence[int] = ()  # by the device; the host may propose it, or know better
 
 
+class Load(NamedTuple):
+    """What a step that is about to be launched has to do."""
+
+    rows: int  # sequences that decode
+    beside: int = 0  # prompt tokens that are about to be computed as well
+    masked: bool = False  # most of them have a grammar
+
+
+class Ran(NamedTuple):
+    """What a step was, and how long it took."""
+
+    rows: int
+    seconds: float
+    guesses: int = 0  # tokens of the chains that a device drafted meanwhile
+    chain_s: float = 0.0  # what of `seconds` they took; 0 = not known
+    alone: bool = True  # it was launched when all before it was known
+    masked: bool = False
+
+
+# Answers of HostDrafts.ahead beside lengths of chains.
+FREE = -1  # the next step need not wait for this one's results
+ASLEEP = -2  # and a device draft leaves this one out: it would not be asked soon
+
+
 class HostDrafts(Protocol):
     """Guesses made on the host before the forward pass (suffix, forced, prediction)."""
 
@@ -63,13 +90,20 @@ class HostDrafts(Protocol):
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
 
-    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
-        """A step of `rows` rows took so long; a device drafted chains of `guesses` tokens in it."""
+    def look(self, turn: Turn, masked: bool) -> float:
+        """How many tokens a guess for one turn would be right for; nothing is proposed.
 
-    def ahead(self, count: int, beside: int, most: int) -> int:
-        """Tokens, at most `most`, that a device should draft for each of `count` sequences.
+        Asked for a few, while steps run ahead, so that the proposer hears when waiting would pay.
+        """
 
-        `beside` prompt tokens are about to be computed.  Asked only where a device drafts.
+    def timed(self, ran: Ran) -> None:
+        """Learn what a step took."""
+
+    def ahead(self, load: Load, most: int) -> int:
+        """What follows a step: FREE, ASLEEP, or the tokens that a device is to draft behind it.
+
+        With 0 and more the next step waits for this one's results, and `propose` is asked between
+        them; chains have up to `most` tokens, 0 where no device drafts.
         """
 
     def forget(self, key: Key) -> None:

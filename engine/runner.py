@@ -46,6 +46,8 @@ class Flight:
     # empty when no row asked
     drafts: list[list[int]] = field(default_factory=list)  # a chain a row; see StepRunner.guesses
     seconds: float = 0.0  # from when the device was free for it to its last draw; 0 = not measured
+    chain_s: float = 0.0  # what the device draft took behind it; known with its guesses
+    alone: bool = False  # launched when all before it was known
 
 
 class StepRunner(Protocol):
@@ -108,8 +110,8 @@ class StepRunner(Protocol):
     def guesses(self, flight: Flight) -> list[list[int]]:
         """What a device draft guessed behind each row of a collected flight; [] if there is none.
 
-        Waits for it; `flight.seconds` holds it, too, from then on.  To be asked for once, and for
-        no flight whose plan wanted no guesses.
+        Waits for it; `flight.chain_s` is known from then on.  To be asked for once, and for no
+        flight whose plan wanted no guesses.
         """
 
     def forget(self, seq: Sequence) -> None:

@@ -167,7 +167,7 @@ class Scheduler:
                     continue
                 room -= 1
             known = len(seq.tokens) + seq.pending
-            if seq.pending and (known >= seq.most or seq.hosted or seq.draft):
+            if seq.pending and (known >= seq.most or seq.draft):
                 continue  # what flies draws its last token, or the one that a draft starts from
             decodes = known - seq.computed - seq.flying == 1  # as seq.decoding says
             (decoders if decodes else prefills).append(seq)

@@ -47,7 +47,6 @@ class Sequence:
     draft: list[int] = field(default_factory=list)
     sources: Seq[str] = ()  # who guessed each token of it
     guessed: list[int] = field(default_factory=list)  # by the device, for the host to choose from
-    hosted: bool = False  # guesses of the host pay: it gets no row until its newest token is known
     vainly: int = 0  # tokens to wait until the host looks again, after it found nothing
     look_at: int = 0  # tokens at which it does
     verified: Counter[str] = field(default_factory=Counter)  # draft tokens so far, by source

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.proposer import Draft, Key, Turn
+from engine.proposer import Draft, Key, Load, Ran, Turn
 from speculative.ahead import Ahead
 from speculative.calibration import Calibration
 from speculative.forced import ForcedDrafts
-from speculative.length import StepTimes, choose
+from speculative.length import choose
 from speculative.suffix import SuffixDrafts
 
 DEVICE_SOURCE = "eagle3"
 DEVICE = [0.6, 0.55, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]  # chances by place, before any was seen
+
+
+RECENT = 8  # guesses that tell what the next are worth, at most; of one sequence, the last alone
 
 
 class Offer(NamedTuple):
@@ -36,11 +39,19 @@ class Hybrid:
 
     source = "hybrid"
 
-    def __init__(self, row: float, sources: Sequence[str] = ("forced", "suffix")) -> None:
-        """`row`: what a row more costs before it is measured, as a share of a step with one."""
+    def __init__(
+        self, row: float, sources: Sequence[str] = ("forced", "suffix"), piped: bool = False
+    ) -> None:
+        """`row`: what a row more costs before it is measured, as a share of a step with one.
+
+        `piped`: the device may run a step ahead of the host, when nothing is to be proposed.
+        """
         self.sources = tuple(sources)
-        self._times = StepTimes(row)
-        self._ahead = Ahead(self._times)
+        # Of steps in which most have no grammar, and of those in which most have one.
+        self._ahead = Ahead(row, piped), Ahead(row, piped)
+        self._worth = [0.0, 0.0]  # tokens that a guess of the host's was right for, in the mean
+        self._masked = False  # the step that is coming
+        self._count = 1  # sequences of it that decode
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
@@ -48,14 +59,30 @@ class Hybrid:
 
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """The best chain of each, cut where a further row costs more than it brings."""
-        offers = [self._offer(turn) for turn in turns]
+        own = [self._own(turn) for turn in turns]
+        mean = sum(sum(offer.survival) for offer in own) / len(own)
+        self._learn_worth(mean, len(own), self._masked)
+        offers = [self._offer(turn, offer) for turn, offer in zip(turns, own, strict=True)]
         if not any(offer.tokens for offer in offers):
             return [Draft([])] * len(turns)
-        lengths = choose(self._times, [offer.survival for offer in offers], beside)
+        lengths = choose(
+            self._ahead[self._masked].alone, [offer.survival for offer in offers], beside)
         return [
             self._cut(turn.key, offer, length)
             for turn, offer, length in zip(turns, offers, lengths, strict=True)
         ]
+
+    def look(self, turn: Turn, masked: bool) -> float:
+        """See HostDrafts."""
+        worth = sum(self._own(turn).survival)
+        self._learn_worth(worth, 1, masked)
+        return worth
+
+    def _learn_worth(self, worth: float, count: int, masked: bool) -> None:
+        """A guess of so many sequences was worth so much, in the mean."""
+        known = self._worth[masked]
+        part = max(count / max(self._count, 1), 1 / RECENT)
+        self._worth[masked] = known + min(part, 1.0) * (worth - known)
 
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Let each source learn from its part."""
@@ -70,13 +97,15 @@ class Hybrid:
         elif self._suffix is not None:
             self._suffix.observe(key, verified - forced, matched - forced)
 
-    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
+    def timed(self, ran: Ran) -> None:
         """Learn what a step costs."""
-        self._ahead.observe(rows, seconds, guesses)
+        self._ahead[ran.masked].observe(ran)
 
-    def ahead(self, count: int, beside: int, most: int) -> int:
-        """See HostDrafts: as many as pay, by what chains of the device were worth so far."""
-        return self._ahead.choose(list(self._device.chances), count, beside, most)
+    def ahead(self, load: Load, most: int) -> int:
+        """See HostDrafts: what pays, by what guesses were worth so far and steps took."""
+        self._count, self._masked = load.rows, load.masked
+        return self._ahead[load.masked].choose(
+            self._device.chances, self._worth[load.masked], load, most)
 
     def forget(self, key: Key) -> None:
         """The sequence ended."""
@@ -89,27 +118,35 @@ class Hybrid:
         if self._suffix is not None:
             self._suffix.ended(session)
 
-    def _offer(self, turn: Turn) -> Offer:
+    def _own(self, turn: Turn) -> Offer:
+        """The host's own chain: forced, then what texts suggest."""
         tokens: list[int] = []
         survival: list[float] = []
         if self._forced is not None and turn.mode in ("auto", "forced"):
             tokens, survival = self._forced.guess(turn, turn.limit)
         forced, room = len(tokens), turn.limit - len(tokens)
-        reached = survival[-1] if survival else 1.0
-        best = Offer(tokens, survival, forced)
         if self._suffix is not None and room and turn.mode in ("auto", "suffix"):
+            reached = survival[-1] if survival else 1.0
             guess = self._suffix.guess(turn, tokens, room)
             longer = survival + [reached * chance for chance in guess.survival]
-            best = Offer([*tokens, *guess.tokens], longer, forced, guess.predicted)
+            return Offer([*tokens, *guess.tokens], longer, forced, guess.predicted)
+        return Offer(tokens, survival, forced)
+
+    def _offer(self, turn: Turn, own: Offer) -> Offer:
+        """That, or the device's chain behind what is forced: whichever is likelier to last."""
+        forced = own.forced
         rest = turn.guessed[forced : turn.limit]
-        if rest and list(turn.guessed[:forced]) == tokens:  # else it goes on behind another text
-            alive, longer = reached, list(survival)
-            for place in range(forced, forced + len(rest)):
-                alive *= self._device.chances[min(place, len(DEVICE) - 1)]
-                longer.append(alive)
-            if sum(longer) > sum(best.survival):
-                best = Offer([*tokens, *rest], longer, forced, 0, len(rest))
-        return best
+        # Else it goes on behind another text.
+        if not rest or list(turn.guessed[:forced]) != own.tokens[:forced]:
+            return own
+        longer = own.survival[:forced]
+        alive = longer[-1] if longer else 1.0
+        for place in range(forced, forced + len(rest)):
+            alive *= self._device.chances[min(place, len(DEVICE) - 1)]
+            longer.append(alive)
+        if sum(longer) <= sum(own.survival):
+            return own
+        return Offer([*own.tokens[:forced], *rest], longer, forced, 0, len(rest))
 
     def _cut(self, key: Key, offer: Offer, length: int) -> Draft:
         forced = min(offer.forced, length)
@@ -120,16 +157,21 @@ class Hybrid:
         return Draft(offer.tokens[:length], sources + ("suffix",) * (length - len(sources)))
 
 
-def suffix(row: float) -> Hybrid:
+def suffix(row: float, piped: bool) -> Hybrid:
     """Only what the texts suggest."""
-    return Hybrid(row, ("suffix",))
+    return Hybrid(row, ("suffix",), piped)
 
 
-def forced(row: float) -> Hybrid:
+def forced(row: float, piped: bool) -> Hybrid:
     """Only what grammars dictate."""
-    return Hybrid(row, ("forced",))
+    return Hybrid(row, ("forced",), piped)
 
 
-def device(row: float) -> Hybrid:
+def device(row: float, piped: bool) -> Hybrid:
     """Only what the device guesses."""
-    return Hybrid(row, ())
+    return Hybrid(row, (), piped)
+
+
+def hybrid(row: float, piped: bool) -> Hybrid:
+    """All of them."""
+    return Hybrid(row, piped=piped)

@@ -81,7 +81,7 @@ def make(config: ResolvedConfig, kind: str) -> HostDrafts | None:
     if wanted is None or (config.speculative == "auto" and kind != "cpu"):
         return None
     module, _, name = PROPOSERS[wanted.method].partition(":")
-    made: HostDrafts = getattr(importlib.import_module(module), name)(ROW[kind])
+    made: HostDrafts = getattr(importlib.import_module(module), name)(ROW[kind], kind != "cpu")
     return made
 
 

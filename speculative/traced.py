@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.proposer import Draft, HostDrafts, Key, Turn
+from engine.proposer import Draft, HostDrafts, Key, Load, Ran, Turn
 from speculative import served
 
 if TYPE_CHECKING:
@@ -43,13 +43,17 @@ class Traced:
         told.extend(self._sources.get(key, ())[:matched])
         self._inner.observe(key, verified, matched)
 
-    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
-        """The other one learns."""
-        self._inner.timed(rows, seconds, guesses)
+    def look(self, turn: Turn, masked: bool) -> float:
+        """What the other one sees."""
+        return self._inner.look(turn, masked)
 
-    def ahead(self, count: int, beside: int, most: int) -> int:
+    def timed(self, ran: Ran) -> None:
+        """The other one learns."""
+        self._inner.timed(ran)
+
+    def ahead(self, load: Load, most: int) -> int:
         """See HostDrafts."""
-        return self._inner.ahead(count, beside, most)
+        return self._inner.ahead(load, most)
 
     def forget(self, key: Key) -> None:
         """The request is over; what was noted stays."""

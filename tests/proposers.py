@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.cpu import CpuAttention
 from engine.batch import Batch
 from engine.noise import gumbel
-from engine.proposer import Draft, Features, Key, Turn
+from engine.proposer import Draft, Features, Key, Load, Ran, Turn
 from speculative.hybrid import Hybrid
 
 
@@ -27,8 +27,14 @@ class OneByOne:
     def observe(self, key: Key, verified: int, matched: int) -> None:
         assert 0 <= matched <= verified
 
-    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
-        assert rows > 0 and seconds > 0
+    def look(self, turn: Turn, masked: bool) -> float:
+        return 0.0
+
+    def timed(self, ran: Ran) -> None:
+        assert ran.rows > 0 and ran.seconds > 0
+
+    def ahead(self, load: Load, most: int) -> int:
+        return most  # each step waits
 
     def forget(self, key: Key) -> None:
         pass
@@ -100,10 +106,11 @@ class Eager(Hybrid):
     def __init__(self, sources: Sequence[str] = ("forced", "suffix")) -> None:
         super().__init__(1e-9, sources)
 
-    def timed(self, rows: int, seconds: float, guesses: int = 0) -> None:
-        assert rows > 0 and seconds > 0
+    def timed(self, ran: Ran) -> None:
+        assert ran.rows > 0 and ran.seconds > 0
 
-    def ahead(self, count: int, beside: int, most: int) -> int:
+    def ahead(self, load: Load, most: int) -> int:
+        super().ahead(load, most)
         return most
 
 

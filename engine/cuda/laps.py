@@ -75,9 +75,9 @@ class Laps:
         return took_s if lap.kind is not None else 0.0
 
     def wait_chain(self, lap: Lap) -> float:
-        """Return when the chains of a step that was waited for are there: as `wait`, all in all."""
+        """Return when the chains of a step that was waited for are there: the seconds they took."""
         lap.chained.synchronize()
-        took_s = float(lap.begun.elapsed_time(lap.chained)) / 1e3
+        took_s = float(lap.ended.elapsed_time(lap.chained)) / 1e3
         self._spare[lap.blocks].append(lap)
         return took_s if lap.kind is not None else 0.0
 

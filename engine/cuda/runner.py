@@ -183,7 +183,7 @@ class CudaRunner:
         try:
             self.forward.run(staged)  # the device computes while the rest is prepared
             draw = self.settling.prepare(plan.rows, places, even)
-            if self.chaining is not None:
+            if self.chaining is not None and not plan.asleep:
                 chain = self.chaining.stage(plan, places, staged.size)
         except BaseException:
             self._lose(plan)
@@ -256,7 +256,7 @@ class CudaRunner:
         if self.chaining is None or flight.chain is None or not flight.chain.depth:
             return flight.drafts
         if self._laps is not None and flight.lap is not None:
-            flight.seconds = self._laps.wait_chain(flight.lap)
+            flight.chain_s = self._laps.wait_chain(flight.lap)
         return self.chaining.collect(flight.chain, flight.plan)
 
     def _read(self, flight: CudaFlight) -> None:

@@ -20,6 +20,7 @@ from engine.checkpoint import open_checkpoint
 from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.messages import Submit
+from engine.proposer import ASLEEP, FREE
 from tests import card_rig
 from tests.captured import KnowingChains
 from tests.card_rig import DRAWS, PROMPT, ROWS, Rig, differing, record, tokens_of
@@ -70,7 +71,7 @@ def test_chains_of_the_device_change_no_bit(smol, wrong):
     rig = drafting(head)
     for one in submits:  # fills the cache, as `alone` does
         rig.run(replace(one, max_tokens=1, grammar=None))
-    lengths = itertools.cycle([MOST, 0, 3, 0, 0, 1, 5, 2])
+    lengths = itertools.cycle([MOST, 0, 3, FREE, FREE, 1, ASLEEP, 5, 2])
     for ahead in (lambda *given: MOST, lambda *given: next(lengths)):
         rig.engine.guessing.ahead = ahead
         before = rig.engine.guessing.accepted, rig.engine.guessing.drafted

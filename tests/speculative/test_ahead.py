@@ -1,52 +1,105 @@
-"""How long a device's chains are to be.  Knows no device."""
+"""Whether steps wait, and how long a device's chains are to be.  Knows no device."""
 
 from __future__ import annotations
 
 import pytest
 
-from speculative.ahead import FIRST, LENGTHS, LOOK, TRY, Ahead
-from speculative.length import StepTimes
+from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
+from speculative.ahead import DREAM, FIRST, LOOK, TRIAL, TRY, Ahead
+
+ONE = Load(1)
 
 
 def made(row: float = 0.002, token: float = 0.05) -> Ahead:
-    """One that knows: a step takes 1 s with one row, a token of a chain `token`."""
-    ahead = Ahead(StepTimes(row))
-    ahead.observe(1, 1.0, 0)
+    """One of a device that never runs ahead.
+
+    It knows: a step takes 1 s with one row, a token of a chain `token`.
+    """
+    ahead = Ahead(row, False)
+    ahead.observe(Ran(1, 1.0))
     ahead._turn = FIRST
     for _ in range(200):
-        ahead.observe(1, 1.0 + 3 * token, 3)
+        ahead.observe(Ran(1, 1.0 + 3 * token, 3))
     return ahead
+
+
+def run(ahead: Ahead, steps: int, load: Load, chances, worth: float, most: int, *, free: float,
+        waits: float, token: float) -> list[int]:  # fmt: skip
+    """What is chosen, step by step, where steps take so long, rows nothing."""
+    found, alone, guesses = [], False, 0
+    for _ in range(steps):
+        chosen = ahead.choose(chances, worth, load, most)
+        chain_s = guesses * token
+        ahead.observe(Ran(load.rows, waits + chain_s if alone else free, guesses, chain_s, alone))
+        alone, guesses = chosen >= 0, max(chosen, 0)
+        found.append(chosen)
+    return found
 
 
 @pytest.mark.parametrize(("chance", "wanted"), [(0.02, 0), (0.2, 1), (0.97, 7)])
 def test_likely_chains_are_long_and_unlikely_ones_are_not_made(chance, wanted):
-    assert made().choose([chance] * 8, 1, 0, 7) == wanted
+    assert made().choose([chance] * 8, 0.0, ONE, 7) == wanted
 
 
 def test_a_length_is_one_that_graphs_are_made_for_and_within_what_is_allowed():
     for most in range(1, 9):
-        found = made().choose([0.95] * 8, 1, 0, most)
+        found = made().choose([0.95] * 8, 0.0, ONE, most)
         assert found == max(length for length in LENGTHS if length <= most)
 
 
 def test_nothing_is_drafted_where_rows_cost_what_they_compute():
     ahead = made(row=1.0)
-    assert ahead.choose([0.6] * 8, 64, 0, 7) == 0
+    assert ahead.choose([0.6] * 8, 0.0, Load(64), 7) == 0
 
 
 def test_what_a_token_of_a_chain_costs_is_learned():
     dear, cheap = made(token=0.6), made(token=0.01)
-    assert dear.choose([0.5] * 8, 1, 0, 7) == 0 < cheap.choose([0.5] * 8, 1, 0, 7)
+    assert dear.choose([0.5] * 8, 0.0, ONE, 7) == 0 < cheap.choose([0.5] * 8, 0.0, ONE, 7)
 
 
 def test_it_looks_now_and_then_at_a_step_by_itself_and_tries_a_chain_where_none_pays():
     ahead, good, bad = made(), [0.9] * 8, [0.01] * 8
-    found = [ahead.choose(good, 1, 0, 7) for _ in range(4 * LOOK)]
+    found = [ahead.choose(good, 0.0, ONE, 7) for _ in range(4 * LOOK)]
     assert found.count(0) == 4 and set(found) == {0, 7}
-    tried = [ahead.choose(bad, 1, 0, 7) for _ in range(2 * LOOK * TRY)]
+    tried = [ahead.choose(bad, 0.0, ONE, 7) for _ in range(2 * LOOK * TRY)]
     assert tried.count(1) == 2 and set(tried) == {0, 1}
 
 
 def test_the_first_steps_draft_nothing():
-    ahead = Ahead(StepTimes(0.002))
-    assert [ahead.choose([0.9] * 8, 1, 0, 7) for _ in range(FIRST + 1)] == [0] * FIRST + [7]
+    ahead = Ahead(0.002, False)
+    assert [ahead.choose([0.9] * 8, 0.0, ONE, 7) for _ in range(FIRST + 1)] == [0] * FIRST + [7]
+
+
+def test_a_wait_that_costs_more_than_chains_bring_is_only_tried():
+    """Two tokens a step, but each takes three times as long."""
+    found = run(Ahead(0.002, True), 4000, Load(32), [0.5] * 8, 0.0, 7, free=1.0, waits=3.0,
+                token=0.1)  # fmt: skip
+    waited = sum(one >= 0 for one in found)
+    assert found[:FIRST] == [FREE] * FIRST
+    assert TRIAL <= waited < 0.02 * len(found)
+
+
+def test_a_wait_that_pays_is_found_though_it_was_believed_not_to():
+    found = run(Ahead(0.002, True), 1000, Load(1), [0.4] * 8, 0.0, 7, free=1.0, waits=1.02,
+                token=0.01)  # fmt: skip
+    assert sum(one > 0 for one in found[200:]) > 0.95 * len(found[200:])
+
+
+def test_guesses_of_the_host_make_steps_wait_while_they_are_worth_it():
+    ahead, none = Ahead(0.002, True), [0.0]
+    how = {"free": 1.0, "waits": 1.6, "token": 0.0}
+    assert run(ahead, 30, ONE, none, 0.0, 0, **how).count(0) == TRIAL
+    found = run(ahead, 60, ONE, none, 3.0, 0, **how)
+    assert found.count(0) > 50
+    found = run(ahead, 60, ONE, none, 0.1, 0, **how)
+    assert found.count(0) <= 2 * TRIAL
+
+
+def test_a_draft_of_the_device_that_is_far_from_paying_sleeps_but_not_for_prompts():
+    ahead = Ahead(0.002, True)
+    how = {"free": 1.0, "waits": 3.0, "token": 0.1}
+    assert ASLEEP not in run(ahead, DREAM, Load(32), [0.3] * 8, 0.0, 7, **how)
+    found = run(ahead, 2000, Load(32), [0.3] * 8, 0.0, 7, **how)
+    assert found.count(ASLEEP) > 0.9 * len(found)
+    assert max(found) > 0  # it is tried all the same
+    assert ASLEEP not in run(ahead, TRIAL, Load(32, beside=100), [0.3] * 8, 0.0, 7, **how)

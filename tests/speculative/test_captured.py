@@ -22,6 +22,7 @@ from engine.guessing import Guessing  # noqa: E402
 from engine.kernels import chain_attention as attention  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Sampling, Submit  # noqa: E402
+from engine.proposer import ASLEEP, FREE  # noqa: E402
 from speculative.captured import CapturedEagle3  # noqa: E402
 from speculative.eagle3 import Eagle3  # noqa: E402
 from tests.captured import KnowingChains  # noqa: E402
@@ -152,7 +153,7 @@ def test_right_chains_are_taken_and_no_answer_changes(folder, wrong):
     wanted = Run(make(folder, None, False)).put(*submits).drain().tokens
     texts = {one.sampling.seed: [*one.prompt, *wanted[one.id, 0]] for one in submits}
     engine = make(folder, KnowingChains(texts, wrong, DEVICE), True)
-    lengths = itertools.cycle([3, 0, 0, 2, 1])
+    lengths = itertools.cycle([3, FREE, 0, ASLEEP, FREE, 2, 1])
     for ahead in (engine.guessing.ahead, lambda *given: next(lengths)):
         engine.guessing.ahead = ahead
         assert Run(engine).put(*submits).drain().tokens == wanted
