@@ -53,12 +53,12 @@ class Ahead:
             self._met[1] += 1
             self.alone.observe(ran.rows, ran.seconds)
             return
-        known = self._token or TOKEN * self.alone(1)
-        if ran.chain_s:
+        known = self._token or TOKEN * self._waited(1)
+        if self._piped:
+            chain_s = ran.chain_s or known * ran.guesses
             self._met[1] += 1
-            rest = max(ran.seconds - ran.chain_s, 0.2 * ran.seconds)
-            self.alone.observe(ran.rows, rest)
-            seen = ran.chain_s / ran.guesses
+            self.alone.observe(ran.rows, max(ran.seconds - chain_s, 0.2 * ran.seconds))
+            seen = chain_s / ran.guesses
         else:
             seen = max(ran.seconds - self.alone(ran.rows), 0.0) / ran.guesses
             seen = min(seen, self.alone(1))
