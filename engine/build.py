@@ -7,6 +7,7 @@ tokenizer and, on a GPU, while kernels are compiled for a model of the same shap
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,19 +30,23 @@ from engine.device import pick
 from engine.grammar.masks import Masks
 from engine.grammar.matcher import Compiler
 from engine.grammar.trial import Limits
+from engine.memory import out_of_memory
 from engine.messages import PROTOCOL, VERSION, Hello
+from engine.model_config import BadCheckpoint
 from engine.models import family
 from engine.proposer import CapturedDraft
 from engine.runner import Runner, StepRunner
 from engine.threads import Threads, cores, read_usage, unseen
 from engine.timeline import Timeline
-from engine.weights import load
+from engine.weights import BadWeights, load
 
 if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
     from engine.model_config import ModelConfig
     from engine.models import Model
     from engine.proposer import AnyDraft, HeadMaker
+
+log = logging.getLogger("engine.build")
 
 DTYPES = {
     "auto": torch.bfloat16,
@@ -102,7 +107,8 @@ def build(
             checkpoint.stop_ids, config.compile_threads, _trials(config),
         )
         kernels = side.submit(
-            _compile, kind, shape, config, max_len, dtype, device, drafts, given_up, timeline
+            _compile, kind, shape, config, max_len, dtype, device, drafts, maker, given_up,
+            timeline,
         )
         if device.type == "cpu":
             _keep_freed_memory()
@@ -134,14 +140,27 @@ def _met(
 ) -> Model:  # fmt: skip
     """The model; a head that `maker` made has looked at it."""
     if maker is not None and head is not None and fused(device):
-        # A model that kernels run has its rows in another order than plain torch wants.
-        plain = kind(shape, dict(weights), max_len, ())
-        timeline.run("probe", maker.meet, head, plain, shape)
-        del plain
+        timeline.run("probe", _probed, kind, shape, weights, max_len, head, maker)
     model = timeline.run("model", _model, kind, shape, weights, max_len, head, device)
     if maker is not None and head is not None and not fused(device):
         timeline.run("probe", maker.meet, head, model, shape)
     return model
+
+
+def _probed(
+    kind: type[Model], shape: ModelConfig, weights: dict[str, torch.Tensor], max_len: int,
+    head: AnyDraft, maker: HeadMaker,
+) -> None:  # fmt: skip
+    """Have a head that `maker` made look at the target, where there is memory for that."""
+    try:
+        # A model that kernels run has its rows in another order than plain torch wants.
+        maker.meet(head, kind(shape, dict(weights), max_len, (), apart=True), shape)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        log.warning("the draft head was not tried on the model: the device has no memory left for "
+                    "that beside the weights. It serves all the same; where few of its tokens are "
+                    "accepted (vllm:spec_decode_num_accepted_tokens), give another head")
 
 
 def _model(
@@ -219,24 +238,31 @@ def _told() -> Iterator[Event]:
 
 def _compile(
     kind: type[Model], shape: ModelConfig, config: ResolvedConfig, max_len: int,
-    dtype: torch.dtype, device: torch.device, drafts: int, given_up: Event, timeline: Timeline,
+    dtype: torch.dtype, device: torch.device, drafts: int, maker: HeadMaker | None,
+    given_up: Event, timeline: Timeline,
 ) -> None:  # fmt: skip
-    """Make a GPU's kernels ready for a model of this shape; nothing elsewhere."""
+    """Make a GPU's kernels ready for a model of this shape and its head; nothing elsewhere."""
     if device.type != "cuda":
         return
     from engine.cuda.parts import compile_kernels  # late: needs Triton
 
     with timeline.span("kernels"), suppress(torch.OutOfMemoryError):  # compiled at first use, then
-        shape = replace(shape, layers=1)  # the others launch the same
+        one = replace(shape, layers=1)  # the others launch the same
         # Not torch's "meta" device: joining two such tensors imports 900 modules of torch, 6 s of a
         # start on a machine whose Python has to compile them.
         weights = {
             name: torch.empty(size, dtype=dtype, device=device)
-            for name, size in kind.expected(shape).items()
+            for name, size in kind.expected(one).items()
         }
+        head = None
+        if maker is not None:
+            with suppress(BadCheckpoint, BadWeights):  # said where it is loaded
+                head = maker.open(shape, weights, max_len, dtype, device, blank=True)
+        taps = head.taps if head is not None else ()
         compile_kernels(
-            kind(shape, weights, max_len, paired=True), shape, config, size=BLOCK,
+            kind(one, weights, max_len, taps, paired=True), one, config, size=BLOCK,
             max_len=max_len, dtype=dtype, device=device, drafts=drafts, stop=given_up,
+            head=head if isinstance(head, CapturedDraft) else None,
         )
 
 

@@ -52,6 +52,25 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
+class Apart(Linear):
+    """Projections that share an input, each by the tensor that it came in: none is copied.
+
+    For a model that reads a few texts beside the one that is served; a launch each is slower.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None = None) -> None:
+        self.bias = self.packed = self.weight = None
+        self.differs_alone = False
+        none: list[Tensor | None] = [None] * len(weights)
+        self._parts = list(zip(weights, biases or none, strict=True))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply all to rows of the weights' type, the results side by side."""
+        return torch.cat([F.linear(x, weight, bias) for weight, bias in self._parts], dim=-1)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Weights of one decoder layer of the Llama shape."""

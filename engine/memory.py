@@ -121,5 +121,10 @@ def profile(
     return Peak(total, max(0, total - free - held), before, max(0, peak - before))
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it says that the device has no memory left: torch's, the driver's or Triton's."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def _gib(count: float) -> str:
     return f"{count / GIB:,.2f} GiB"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int]  # request id, choice index
 
-# Tokens of a device's chain that may be asked for; graphs are made for these.
+# Tokens of a chain that a device may be asked for: it has graphs of these alone.  0 = no chain.
 LENGTHS = (0, 1, 2, 3, 5, 7)
 
 
@@ -139,9 +139,12 @@ class HeadMaker(Protocol):
 
     def open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: Any,
-        device: Any,
+        device: Any, blank: bool = False,
     ) -> AnyDraft | None:
-        """Load it beside the target's weights; raise BadCheckpoint or BadWeights."""
+        """Load it beside the target's weights; raise BadCheckpoint or BadWeights.
+
+        `blank`: tensors of the same shapes without values, in a thread beside the others.
+        """
 
     def meet(self, draft: AnyDraft, model: Model, shape: ModelConfig) -> None:
         """Look at the loaded target; raise BadCheckpoint if the draft is of no use with it."""
@@ -175,6 +178,7 @@ class CapturedDraft(Protocol):
 
     source: str
     taps: tuple[int, ...]  # as of DeviceDraft
+    shape: object  # by its repr all that tells which kernels it launches
 
     def block_bytes(self, size: int) -> int:
         """What a block of `size` tokens takes of the device's memory."""

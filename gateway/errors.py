@@ -274,6 +274,8 @@ def refused(reason: Refused) -> ApiError:
     error: ApiError
     if reason.status == 429:
         return QueueFull(reason.message, 1.0)
+    if reason.status == 503:
+        return Unavailable(reason.message)
     if 400 <= reason.status < 500:
         error = BadRequest(reason.message, param=reason.param, code=reason.code)
     else:

@@ -9,8 +9,8 @@ from collections import OrderedDict
 
 import anyio.to_thread
 
-from engine.grammar.schema import BadSchema, Busy
-from gateway.errors import BadRequest, QueueFull
+from engine.grammar.schema import BadSchema, Busy, NoRoom
+from gateway.errors import BadRequest, QueueFull, Unavailable
 from gateway.protocol import ChatRequest
 from gateway.tools import Format
 from gateway.tools.choice import ToolPlan, plan
@@ -29,7 +29,10 @@ class Plans:
         self._made: OrderedDict[Fields, ToolPlan] = OrderedDict()
 
     async def of(self, request: ChatRequest) -> ToolPlan:
-        """How this request's output is constrained and read; raise BadRequest naming the field."""
+        """How this request's output is constrained and read.
+
+        Raise BadRequest naming the field; QueueFull or Unavailable where none can be tried now.
+        """
         fields: Fields = (
             bytes(request.tools),
             bytes(request.tool_choice),
@@ -48,6 +51,8 @@ class Plans:
             raise BadRequest(_said(bad), param=getattr(bad, "param", ""), code=bad.code) from None
         except Busy as busy:
             raise QueueFull(str(busy), 1.0) from None
+        except NoRoom as full:
+            raise Unavailable(str(full)) from None
         if sum(len(field) for field in fields if isinstance(field, bytes)) <= PLAN_BYTES:
             self._made[fields] = made
             if len(self._made) > PLANS:

@@ -21,7 +21,7 @@ from engine.kernels.chain_norms import chain_norms
 from engine.kernels.norm import norm
 from engine.kernels.overlap import LATE, OFF, OVERLAPS
 from engine.kernels.rope import rotate_and_store
-from engine.layers import Linear, join_heads
+from engine.layers import Linear
 from engine.model_config import BadCheckpoint
 from speculative.head import Grouped, Head
 from speculative.rotary import turns
@@ -38,7 +38,10 @@ class CapturedEagle3:
     source = "eagle3"
 
     def __init__(self, head: Head, max_len: int) -> None:
-        """Raise BadCheckpoint for heads of another shape than a GPU's kernels know."""
+        """Raise BadCheckpoint for heads of another shape than a GPU's kernels know.
+
+        Lays weights of `head` out anew, in place of the old ones; it gives the same as before.
+        """
         config, layer = head.config, head.layers[0]
         if len(head.layers) > 1 or not isinstance(layer.mix, Grouped):
             raise BadCheckpoint(
@@ -52,13 +55,12 @@ class CapturedEagle3:
                 f"GPU up to {LINES} are served, of a power of two from 16 on. Start with --device "
                 "cpu, or choose another draft.")
         self.head, self._layer, self._mix = head, layer, layer.mix
+        self.shape: object = config, head.dtype, head.kept is None, max_len
         self.taps = tuple(boundary - 1 for boundary in config.taps)
         self._heads = config.heads * config.head_dim
-        qkv = layer.mix.qkv
-        assert qkv.weight is not None
-        self._qkv = Linear(
-            self._paired(qkv.weight), None if qkv.bias is None else self._paired(qkv.bias))
-        self._width = len(qkv.weight)
+        layer.mix.pair()
+        self._qkv = layer.mix.qkv
+        self._width = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._overlap = LATE if OVERLAPS and head.device.type == "cuda" else OFF
         cos, sin = turns(config.head_dim, config.rope_theta, config.rope_scaling, max_len + SPARE,
                          torch.float32)
@@ -66,13 +68,6 @@ class CapturedEagle3:
         self._cos = cos[:, 0, :half].contiguous().to(head.device)
         self._sin = sin[:, 0, half:].contiguous().to(head.device)
         self._kept = None if head.kept is None else head.kept.to(head.device, torch.int32)
-
-    def _paired(self, joined: Tensor) -> Tensor:
-        """Query and key rows as the rotation wants them (see engine.layers.join_heads)."""
-        config = self.head.config
-        kv = config.kv_heads * config.head_dim
-        parts = list(torch.split(joined, [self._heads, kv, kv]))
-        return join_heads(parts, dim=config.head_dim, paired=True)
 
     # ---- memory ----------------------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class Stored:
     read: Callable[[], Tensor]
 
 
+Read = Callable[[Stored, torch.dtype, torch.device], Tensor]
+
+
 def open_head(
     path: str,
     target: ModelConfig,
@@ -53,12 +56,15 @@ def open_head(
     dtype: torch.dtype,
     device: torch.device,
     boundaries: tuple[int, ...] | None = None,
+    *,
+    blank: bool = False,
 ) -> Eagle3:
     """The head in folder (or hub id) `path`, for a model of this shape, behind DeviceDraft.
 
     `embedding` and `lm_head`, both [vocab, hidden], are the target's: a head without its own shares
     them.  Positions go up to `max_len`.  `boundaries` overrides which layers the file says it reads
-    (dialects.py).  Raises BadCheckpoint or BadWeights, naming the tensor and both shapes.
+    (dialects.py).  A `blank` head has its shapes and its ids, and no weight is read.  Raises
+    BadCheckpoint or BadWeights, naming the tensor and both shapes.
     """
     folder = _folder(path)
     try:
@@ -68,7 +74,8 @@ def open_head(
                 _config(folder), {name: one.shape for name, one in found.items()}, target,
                 boundaries,
             )
-            return Eagle3(_head(config, found, embedding, lm_head, max_len, dtype, device))
+            read = _blank if blank else _read
+            return Eagle3(_head(config, found, embedding, lm_head, max_len, dtype, device, read))
     except OSError as error:
         raise BadCheckpoint(f"{error.filename or path} cannot be read: {error.strerror}. Check its "
                             "permissions, or give another draft.") from error
@@ -76,7 +83,7 @@ def open_head(
 
 def _head(
     config: HeadConfig, found: Mapping[str, Stored], embedding: Tensor, lm_head: Tensor,
-    max_len: int, dtype: torch.dtype, device: torch.device,
+    max_len: int, dtype: torch.dtype, device: torch.device, read: Read,
 ) -> Head:  # fmt: skip
     """Compare every shape, then read."""
     expected = shapes(config)
@@ -99,7 +106,7 @@ def _head(
     kept = _kept(config, found)
     for name in expected:
         if name not in weights:
-            weights[name] = _read(found[name], dtype, device)
+            weights[name] = read(found[name], dtype, device)
     embedding = weights.pop("embed_tokens.weight")
     return Head(config, weights, embedding, None if kept is None else kept.to(device), max_len)
 
@@ -256,6 +263,10 @@ def _in_pickle(path: Path) -> list[Stored]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _blank(one: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(one.shape, dtype=dtype, device=device)
 
 
 def _read(one: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import Linear, rotate
+from engine.layers import Linear, join_heads, rotate
 from engine.model_config import BadCheckpoint, RopeScaling
 from speculative.latent import Latent, LatentAttention
 from speculative.rotary import Yarn, turns
@@ -215,13 +215,35 @@ class Grouped:
         self._layer, at = i, f"layers.{i}.self_attn."
         self.qkv = joined(weights, at + "q_proj", at + "k_proj", at + "v_proj")
         self.out = joined(weights, at + "o_proj")
+        self._paired = False
+
+    def pair(self) -> None:
+        """Lay query and key rows out as a GPU's kernels turn them (engine.layers.join_heads).
+
+        In place of the old projection: there is one of it.  What a call gives does not change.
+        """
+        if self._paired:
+            return
+        heads, kv_heads, dim = self._shape
+        widths = [heads * dim, kv_heads * dim, kv_heads * dim]
+
+        def paired(rows: Tensor) -> Tensor:
+            return join_heads(list(torch.split(rows, widths)), dim=dim, paired=True)
+
+        weight, bias = self.qkv.weight, self.qkv.bias
+        assert weight is not None, "a packed weight cannot be laid out anew"
+        self.qkv = Linear(paired(weight), None if bias is None else paired(bias))
+        self._paired = True
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Project, turn, attend."""
         heads, kv_heads, dim = self._shape
         turning = heads + kv_heads
         both = self.qkv(x)
-        turned = rotate(both[:, : turning * dim].view(-1, turning, dim), cos, sin)
+        bare = both[:, : turning * dim].view(-1, turning, dim)
+        if self._paired:
+            bare = bare.view(-1, turning, dim // 2, 2).transpose(2, 3).reshape(-1, turning, dim)
+        turned = rotate(bare, cos, sin)
         value = both[:, turning * dim :].view(-1, kv_heads, dim)
         return self.out(attend(self._layer, turned[:, :heads], turned[:, heads:], value))
 

@@ -96,26 +96,26 @@ class _Eagle3:
 
     def open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, blank: bool = False,
     ) -> AnyDraft | None:
         """Load it; it shares the target's embedding and head where it has none."""
         try:
-            return self._open(shape, weights, max_len, dtype, device)
+            return self._open(shape, weights, max_len, dtype, device, blank)
         except BadCheckpoint as error:
-            if self._asked:
+            if self._asked or blank:
                 raise
             log.warning("served without the draft head that comes with the model: %s", error)
             return None
 
     def _open(
         self, shape: ModelConfig, weights: Mapping[str, Tensor], max_len: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, blank: bool,
     ) -> AnyDraft:
         from speculative.checkpoint import open_head  # late: torch
 
         embedding = weights["model.embed_tokens.weight"]
         last = embedding if shape.tied else weights["lm_head.weight"]
-        draft = open_head(self._path, shape, embedding, last, max_len, dtype, device)
+        draft = open_head(self._path, shape, embedding, last, max_len, dtype, device, blank=blank)
         if device.type == "cpu":
             return draft
         from speculative.captured import CapturedEagle3  # late: Triton

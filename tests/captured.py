@@ -12,6 +12,7 @@ class KnowingChains:
 
     source = "eagle3"
     taps = (-1, 1)
+    shape = "knowing"
 
     def __init__(self, texts: dict[int, list[int]], wrong: int, device: str) -> None:
         """`texts`: prompt and answer by seed; every `wrong`th position has another token, 0 = none.

@@ -6,11 +6,12 @@
 
 What was drawn and accepted is read where it lies, so all of this is queued right behind settle and
 comes home with its results.  Only K and V of a row are needed by later ones: a prompt's rows attend
-to nothing.
+to nothing.  Where the device has no memory for a chain there is none: the step's results stand.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from engine.cuda.buckets import bucket, sizes
 from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.kernels.chain_rows import Chains, FlatRows, Groups, Taken, begin, take
+from engine.memory import out_of_memory
+from engine.proposer import LENGTHS
 
 if TYPE_CHECKING:
     from engine.cuda.forward import Forward
@@ -31,12 +34,13 @@ if TYPE_CHECKING:
     from engine.plan import Plan, Row
     from engine.proposer import CapturedDraft
 
+log = logging.getLogger("engine.cuda.chaining")
+
 # A step's integers: of each flat token, of each sequence that draws, of each row to make anew.
 FLAT = ("known", "group", "offset", "fresh", "after", "ends")
 GROUP = ("base", "start", "place", "limit")
 JOIN = ("tokens", "positions", "slots", "blocks")
 NEVER = 1 << 30  # the flat index of a draw that a row has not
-DEPTHS = (1, 2, 3, 5, 7)  # tokens of a chain that graphs are made for; others take the next one
 
 
 @dataclass(slots=True)
@@ -46,7 +50,7 @@ class Staged:
     flat: int  # bucket of flat tokens
     groups: int  # bucket of sequences that draw
     joined: int  # bucket of rows to make anew; 0 = none
-    depth: int  # tokens of the longest chain, of DEPTHS; 0 = nobody wants one
+    depth: int  # tokens of the longest chain, of LENGTHS; 0 = there is none
     count: int  # sequences that draw
     home: int = 0  # number of the result buffer
 
@@ -58,13 +62,18 @@ class Chaining:
         self, head: CapturedDraft, forward: Forward, slots: Slots, results: Results,
         graphs: Graphs, *, tokens: int, rows: int, drafts: int, size: int, trash: int, copies: int,
     ) -> None:  # fmt: skip
-        """`tokens` and `rows` are the most of a step, `drafts` of a chain, `size` of a block."""
+        """`tokens` and `rows` are the most of a step, `drafts` of a chain, `size` of a block.
+
+        A chain is one of LENGTHS: one that should be longer than `drafts` allows, the next shorter.
+        """
         device = slots.table.device
-        self.head, self.drafts = head, drafts
+        self.depths = [one for one in LENGTHS if 0 < one <= drafts]
+        self.head, self.drafts = head, (drafts := max(self.depths, default=0))
         self._forward, self._slots, self._results = forward, slots, results
         self._graphs, self._size, self._trash = graphs, size, trash
-        self.depths = [*(one for one in DEPTHS if one < drafts), drafts]
-        self._many = sizes(rows)
+        self.sizes = sizes(rows)  # of sequences that draw, of rows to make anew
+        self._full: set[tuple[int, int]] = set()  # (sequences, depth) without memory for a chain
+        self._missed: set[str] = set()  # passes that once had none
         # What a step's buckets do not change comes first, and is where it is in every layout:
         # graphs of groups and of joined rows know no bucket of flat tokens.
         fixed = {name: (rows,) for name in (*GROUP, *JOIN)}
@@ -88,10 +97,10 @@ class Chaining:
         self._flats = {size: (FlatRows(**self._views(FLAT, size, size)),
                               Taken(*(one[:size] for one in taken))) for size in self._layouts}
         least = min(self._layouts)
-        self._groups = {size: Groups(**self._views(GROUP, size, least)) for size in self._many}
-        self._joins = {size: self._views(JOIN, size, least) for size in self._many}
+        self._groups = {size: Groups(**self._views(GROUP, size, least)) for size in self.sizes}
+        self._joins = {size: self._views(JOIN, size, least) for size in self.sizes}
         self._chains = {(many, depth): self._chains_of(many, depth)
-                        for many in self._many for depth in self.depths}
+                        for many in self.sizes for depth in self.depths}
         pinned = device.type == "cuda"
         self._homes = [torch.zeros(drafts, rows, dtype=torch.int32, pin_memory=pinned)
                        for _ in range(copies)]
@@ -170,14 +179,15 @@ class Chaining:
     ) -> tuple[int, int]:  # fmt: skip
         """Bucket and depth of the sequences that draw, which are those of `rows`."""
         many, most = len(rows), min(self.drafts, plan.guesses)
-        size = bucket(self._many, max(1, many))
+        size = bucket(self.sizes, max(1, many))
         limits = [self._limit(row, most, 2) for row in rows] if most else [0] * many
         at["base"][:many], at["start"][:many] = bases, starts
         at["place"][:many], at["limit"][:many] = slots, limits
         if many < size:
             self._fill(at, GROUP, many, size)
         longest = max(limits, default=0)
-        return size, bucket(self.depths, longest) if longest else 0
+        depth = bucket(self.depths, longest) if longest else 0
+        return size, 0 if (size, depth) in self._full else depth
 
     def _stage_joined(
         self, at: dict[str, Ints], rows: list[Row], starts: Ints, slots: Ints
@@ -192,7 +202,7 @@ class Chaining:
         many = len(which)
         if not many:
             return 0
-        ids, place, joined = self._slots.ids, starts[which] // size, bucket(self._many, many)
+        ids, place, joined = self._slots.ids, starts[which] // size, bucket(self.sizes, many)
         at["tokens"][:many] = [rows[i].seq.tokens[rows[i].start] for i in which]
         at["positions"][:many] = starts[which] - 1
         at["slots"][:many] = ids[slots[which], place] * size
@@ -201,27 +211,72 @@ class Chaining:
         return joined
 
     def run(self, staged: Staged) -> None:
-        """Queue all passes of what was staged."""
-        if staged.joined:
-            self._graphs.run(("join", staged.joined), self._join(staged.joined))
-        self._graphs.run(("extend", staged.flat), self._extend(staged.flat))
-        if staged.depth:
-            key = ("chain", staged.groups, staged.depth)
-            self._graphs.run(key, self._chain(staged.groups, staged.depth))
+        """Queue all passes of what was staged; `depth` becomes 0 if there is no room for a chain.
+
+        Rows that cannot be made are missed by later chains, which are then wrong more often.
+        """
+        made = not staged.joined or self._made("join", staged.joined, self._join(staged.joined))
+        made &= self._made("extend", staged.flat, self._extend(staged.flat))
+        if staged.depth and not (made and self._chained(staged.groups, staged.depth)):
+            staged.depth = 0
+
+    def _made(self, name: str, size: int, body: Callable[[], None]) -> bool:
+        """Run a pass that makes rows; whether there was memory for it."""
+        try:
+            self._graphs.run((name, size), body)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            if name not in self._missed:
+                self._missed.add(name)
+                log.warning("the device has no memory for the draft's pass %r over %d rows: drafts "
+                            "are made without, and are wrong more often. Start with a smaller "
+                            "--gpu-memory-utilization or --max-num-batched-tokens", name, size)
+            return False
+        return True
+
+    def _chained(self, many: int, depth: int) -> bool:
+        """Run a chain, or note that there is no memory for it; whether there was."""
+        try:
+            self._graphs.run(("chain", many, depth), self._chain(many, depth), must=False)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._full.add((many, depth))
+            log.warning("no chains of %d tokens are drafted for %d sequences any more: the device "
+                        "has no memory for them. Start with a smaller --gpu-memory-utilization",
+                        depth, many)
+            return False
+        return True
 
     def warm(self, size: int, draws: bool) -> None:
         """Run what a bucket of so many flat tokens, or of so many that draw, needs, on no rows."""
-        flat = min(self._layouts) if draws else size
+        self._stage_none(min(self._layouts) if draws else size)
+        if not draws:
+            self._graphs.run(("extend", size), self._extend(size))
+            return
+        self._graphs.run(("join", size), self._join(size))
+        for depth in self.depths:
+            if (size, depth) not in self._full:
+                self._chained(size, depth)
+
+    def largest(self) -> None:
+        """Run each pass at its largest, on no rows; raise what running out of memory raises."""
+        flat, many = max(self._layouts), self.sizes[-1]
+        self._stage_none(flat)
+        self._graphs.run(("join", many), self._join(many))
+        self._graphs.run(("extend", flat), self._extend(flat))
+        if self.depths:
+            depth = self.depths[-1]
+            self._graphs.run(("chain", many, depth), self._chain(many, depth))
+
+    def _stage_none(self, flat: int) -> None:
+        """Send the integers of a step of no rows, in the layout of `flat` tokens."""
         number = self._mirror.next()
         at = self._hosts[flat][number]
         self._fill(at, ("known", "after", "ends"), 0, flat)
-        self._fill(at, GROUP, 0, self._many[-1])
+        self._fill(at, (*GROUP, *JOIN), 0, self.sizes[-1])
         self._mirror.send(number, self._layouts[flat].words)
-        if not draws:
-            self._graphs.run(("extend", size), self._extend(size))
-        elif size in self._many:
-            for depth in self.depths:
-                self._graphs.run(("chain", size, depth), self._chain(size, depth))
 
     def _views(self, names: tuple[str, ...], size: int, flat: int) -> dict[str, Tensor]:
         """The first `size` of each array on the device, in the layout of `flat` tokens."""

@@ -19,3 +19,15 @@ def stream(device: torch.device) -> torch.cuda.Stream:
 def passed(marked: torch.cuda.Event) -> bool:
     """Whether the device has come to what was last recorded; waits for nothing."""
     return bool(marked.query())
+
+
+def enter(own: torch.cuda.Stream | None) -> None:
+    """Have the calling thread queue on a stream, also from then on; None = there is no device.
+
+    For an engine's thread, which has but one: to enter and leave it in each phase of a step would
+    cost 25 us, and torch looks up the device anew where it is not told its index.
+    """
+    if own is not None:
+        current = torch.cuda.current_stream(own.device_index)
+        if current.cuda_stream != own.cuda_stream:
+            torch.cuda.set_stream(own)

@@ -1,11 +1,20 @@
-"""Captured graphs by key: run once eagerly, capture, replay from then on.  Knows no kernel."""
+"""Captured graphs by key: run once eagerly, capture, replay from then on.  Knows no kernel.
+
+A graph costs memory.  Where none is left, what was to be captured has run all the same: it is
+launched kernel by kernel from then on, which is slower and gives the same.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
+
+from engine.memory import out_of_memory
+
+log = logging.getLogger("engine.cuda.graphs")
 
 
 class Graphs:
@@ -15,6 +24,8 @@ class Graphs:
         self.capture = capture
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._refused: set[Hashable] = set()
+        self.full = False  # there was no memory for some graph
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -31,19 +42,33 @@ class Graphs:
         finally:
             self.capture = capture
 
-    def run(self, key: Hashable, body: Callable[[], None]) -> None:
+    def run(self, key: Hashable, body: Callable[[], None], *, must: bool = True) -> None:
         """Do what `body` does: always the same launches for the same key, on fixed addresses.
 
         The first call of a key runs it, which also compiles kernels, and then captures it; that
         costs tens of milliseconds once.  Call on the stream that all of the step uses.
+        Raise torch.OutOfMemoryError where a body has no memory to run in; without `must`, which
+        says that it is wanted without a graph, too, also where its graph has none.
         """
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
             return
         body()
-        if self.capture:
+        if not self.capture or key in self._refused:
+            return
+        try:
             self._graphs[key] = self._captured(body)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.full = True
+            if not must:
+                raise
+            self._refused.add(key)
+            log.warning("no memory was left for the graph of %s: its kernels are launched one by "
+                        "one, which is slower. To have room for it, start with a smaller "
+                        "--gpu-memory-utilization", key)
 
     def _captured(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -51,6 +76,9 @@ class Graphs:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             body()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # of half a capture; the reason is what is being raised
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph

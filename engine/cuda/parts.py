@@ -53,20 +53,22 @@ def check(shape: ModelConfig, dtype: torch.dtype) -> None:
 def compile_kernels(
     model: Model, shape: ModelConfig, config: ResolvedConfig, *, size: int, max_len: int,
     dtype: torch.dtype, device: torch.device, drafts: int, stop: Event,
+    head: CapturedDraft | None = None,
 ) -> None:  # fmt: skip
     """Compile and load what a runner of such a model launches; give up once `stop` is set.
 
-    Of `model` only shapes and dtypes are looked at (one without values will do), so that this can
-    be done while the weights are on their way.  Takes and gives back a runner's buffers.
-    After a start that compiled everything only what is launched at once is loaded.
+    Of `model` and `head` only shapes and dtypes are looked at (those without values will do), so
+    that this can be done while the weights are on their way.  Takes and gives back a runner's
+    buffers.  After a start that compiled everything only what is launched at once is loaded.
     """
     most = Most(config.max_batch_tokens, config.max_sequences, max_len, drafts)
     pages = Pages(
         shape.layers, PROBE + 1, size, shape.kv_heads, shape.head_dim, dtype, device
     )
-    done = Done.of(device, type(model).__qualname__, shape, most, size, dtype)
+    drafted = head.shape if head is not None else None
+    done = Done.of(device, type(model).__qualname__, shape, most, size, dtype, drafted)
     with suppress(torch.OutOfMemoryError):  # the weights came first: sizing the pages will tell
-        runner = CudaRunner(model, shape, pages, most)
+        runner = CudaRunner(model, shape, pages, most, head)
         if done.noted() and _loaded(runner, stop):
             return
         runner.compile(stop)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.cuda.chaining import Chaining
 from engine.cuda.chaining import Staged as Chained
-from engine.cuda.events import stream
+from engine.cuda.events import enter, stream
 from engine.cuda.flight import CudaFlight, Most
 from engine.cuda.forward import Forward, Limits, layer_bytes, noted
 from engine.cuda.graphs import Graphs
@@ -32,7 +32,7 @@ from engine.cuda.picks import Picks, overlapping, store_path
 from engine.cuda.plain import plain
 from engine.cuda.settle import Settling
 from engine.cuda.slots import Slots
-from engine.cuda.warming import FILTERED, PLAIN, Bucket, Drawn, Forwarded, every, ordered, rare
+from engine.cuda.warming import FILTERED, Bucket, Drafted, Drawn, Forwarded, every, ordered, rare
 from engine.drafting import guess
 from engine.kernels.attention_plan import SHORT, short_tile
 from engine.kernels.decode_attention import DecodeScratch
@@ -88,7 +88,7 @@ class CudaRunner:
         self._flights: deque[CudaFlight] = deque()
         self._later: deque[Bucket] = deque()  # to be captured when nobody waits
         self._rare: deque[Bucket] = deque()  # and then to be run once, which loads their kernels
-        self._on_stream()
+        enter(self._stream)
         with torch.inference_mode():
             if head is not None:
                 head.reserve(pages.blocks, pages.size, pages.data.dtype, self.device)
@@ -132,17 +132,6 @@ class CudaRunner:
             copies=copies,
         ) if isinstance(self._draft, CapturedDraft) else None
 
-    def _on_stream(self) -> None:
-        """Have the calling thread queue on the runner's stream, also from then on.
-
-        One thread steps an engine.  Entering and leaving a stream in each phase would cost it
-        25 us, and torch looks up the device anew where it is not told its index.
-        """
-        if (own := self._stream) is not None:
-            current = torch.cuda.current_stream(own.device_index)
-            if current.cuda_stream != own.cuda_stream:
-                torch.cuda.set_stream(own)
-
     @property
     def lookahead(self) -> int:
         """Slots that a sequence needs beyond its wanted tokens: the device draft writes ahead."""
@@ -169,7 +158,7 @@ class CudaRunner:
         """See StepRunner.  Fresh blocks are not cleared: the kernels mask what was not written."""
         lap = self._laps.begin(len(plan.rows)) if self._laps is not None else None
         graphs = len(self._graphs)
-        self._on_stream()
+        enter(self._stream)
         for source, target in plan.copies:
             self.pages.copy(source, target)
             if self._draft is not None:
@@ -197,7 +186,7 @@ class CudaRunner:
         """See StepRunner."""
         assert isinstance(flight, CudaFlight)
         if flight.draw is not None:
-            self._on_stream()
+            enter(self._stream)
             self.settling.supply(flight.draw, masks, masked)
 
     @torch.inference_mode()
@@ -205,7 +194,7 @@ class CudaRunner:
         """See StepRunner."""
         assert isinstance(flight, CudaFlight)
         try:
-            self._on_stream()
+            enter(self._stream)
             if flight.draw is not None:
                 self.settling.stage(flight.draw)
                 self.settling.run(flight.draw)
@@ -232,8 +221,11 @@ class CudaRunner:
         """Draft behind the results, which are on their way home."""
         chaining.run(chain)
         chaining.fetch(chain)
-        if chain.depth and self._laps is not None and flight.lap is not None:
-            self._laps.chain(flight.lap)
+        if self._laps is not None and flight.lap is not None:
+            if chain.depth:
+                self._laps.chain(flight.lap)
+            elif flight.plan.guesses:
+                flight.lap.kind = None  # its time says nothing of what chains cost
 
     def _lose(self, plan: Plan) -> None:
         """Have all rows' sequences written anew: what this step did of them is not known."""
@@ -285,10 +277,10 @@ class CudaRunner:
     @torch.inference_mode()
     def largest(self) -> None:
         """Run the largest step, on no rows: what it allocates is what any step may."""
-        self._on_stream()
+        enter(self._stream)
         self.forward.run(self.forward.empty(self.forward.sizes[-1], chunks=True))
         if self.chaining is not None:
-            self.chaining.warm(self.forward.sizes[-1], draws=False)
+            self.chaining.largest()
         self.settling.run(self.settling.empty(self.settling.sizes[-1], FILTERED, masked=True))
 
     @torch.inference_mode()
@@ -298,11 +290,11 @@ class CudaRunner:
         The weights are not read: they may be without values.
         """
         threads = os.cpu_count() or 1
-        self._on_stream()
+        enter(self._stream)
         with compiling(threads, self.device, stop), self._graphs.dry():
             for group, size in self._products():
                 self.picks.compile(group, size)
-            for bucket in every(self.forward.sizes, self.settling.sizes):
+            for bucket in every(*self._sizes):
                 self._visit(bucket)
 
     @torch.inference_mode()
@@ -315,10 +307,10 @@ class CudaRunner:
         if not all(self.picks.known(*product) for product in self._products()):
             return False
         self._keep()
-        missed, steps, draws = Event(), self.forward.sizes, self.settling.sizes
-        first = ordered(steps, draws)[0]
-        first += [Forwarded(steps[-1], True), Drawn(draws[-1], FILTERED, True)]  # as in `largest`
-        self._on_stream()
+        missed, (steps, draws, chains) = Event(), self._sizes
+        first = [*ordered(steps, draws, chains)[0], Forwarded(steps[-1], True),
+                 Drawn(draws[-1], FILTERED, True), *map(Drafted, chains[-1:])]  # as in `largest`
+        enter(self._stream)
         with compiling(LOADERS, self.device, stop, missed), self._graphs.dry():
             for bucket in first:
                 if missed.is_set():
@@ -332,7 +324,7 @@ class CudaRunner:
 
         Kernels that `compile` has not made ready are compiled one by one.
         """
-        self._on_stream()
+        enter(self._stream)
         with timeline.span("picks"):
             self.slots.warm()
             for group, size in self._products():
@@ -340,7 +332,7 @@ class CudaRunner:
             self.picks.save()
         self._keep()
         with timeline.span("graphs"):
-            first, later = ordered(self.forward.sizes, self.settling.sizes)
+            first, later = ordered(*self._sizes)
             for wanted in first:
                 self._visit(wanted)
             self._later += later
@@ -354,13 +346,16 @@ class CudaRunner:
         if not (self._later or self._rare):
             return False
         try:
-            self._on_stream()
+            enter(self._stream)
             if self._later:
                 self._visit(self._later.popleft())
             else:
                 with self._graphs.dry():
                     self._visit(self._rare.popleft())
-        except torch.OutOfMemoryError:  # what is left is tried again where a step needs it
+            full = self._graphs.full
+        except torch.OutOfMemoryError:
+            full = True
+        if full:  # what is left is tried again where a step needs it
             self._later.clear()
             self._rare.clear()
         return bool(self._later or self._rare)
@@ -369,6 +364,12 @@ class CudaRunner:
         """Use the sizes of a step that measured products make worth it."""
         if self._stream is not None:
             self.forward.keep(lambda size: self.picks.cost("layer", size))
+
+    @property
+    def _sizes(self) -> tuple[list[int], list[int], list[int]]:
+        """Buckets of flat tokens, of rows that draw, and of sequences that a device drafts for."""
+        return (self.forward.sizes, self.settling.sizes,
+                self.chaining.sizes if self.chaining is not None else [])
 
     def _products(self) -> list[tuple[str, int]]:
         """Groups of products, and the rows that they are run with."""
@@ -381,11 +382,11 @@ class CudaRunner:
             self.forward.run(self.forward.empty(wanted.size, chunks=wanted.chunks))
             if self.chaining is not None and not wanted.chunks:
                 self.chaining.warm(wanted.size, draws=False)
-        else:
+        elif isinstance(wanted, Drawn):
             draw = self.settling.empty(wanted.size, wanted.needs, masked=wanted.masked)
             self.settling.run(draw)
-            if self.chaining is not None and wanted.needs == PLAIN and not wanted.masked:
-                self.chaining.warm(wanted.size, draws=True)
+        elif self.chaining is not None:
+            self.chaining.warm(wanted.size, draws=True)
 
 
 def _processors(device: torch.device) -> int:

@@ -2,7 +2,8 @@
 
 Kernels of neighbours may overlap (kernels/overlap.py): the later one then waits for most of that
 time, so it belongs to the earlier one.  Products carry one name whatever they compute; which one it
-is follows from the order in which a layer runs them.
+is follows from the order in which a layer runs them.  A device's draft launches products, norms and
+rotations of its own: from its first kernel on all is the draft's, until the next forward pass.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 PRODUCTS = ("qkv", "out", "gate_up", "down", "head")
-GAPS, OTHER = "gaps", "other"
-STAGES = (*PRODUCTS, "attention", "norms, rope, embed", "sampler", "copies", OTHER, GAPS)
+DRAFT, COPIES, GAPS, OTHER = "draft", "copies", "gaps", "other"
+STAGES = (*PRODUCTS, "attention", "norms, rope, embed", "sampler", DRAFT, COPIES, OTHER, GAPS)
 
 FIRST = "_embed"  # the kernel that begins a forward pass
 _NAMES = {
     "attention": ("_short_kernel", "_chunk_kernel"),
     "norms, rope, embed": ("_norm", "_rotate_kernel", FIRST),
-    # The last seven are those of a device's draft, whose products count as `other`.
     "sampler": ("_score", "_pick", "_walk", "_pivot", "_compact", "_finish", "_search",
-                "_chunk", "_row", "_take", "_begin", "_scatter", "_inputs", "_attend", "_merge",
-                "_draw"),
-    "copies": ("_update",),
+                "_chunk", "_row"),
+    # Those that nothing but a draft launches (kernels/chain_*.py).
+    DRAFT: ("_take", "_begin", "_inputs", "_norms", "_attend", "_merge", "_draw"),
+    COPIES: ("_update",),
 }  # fmt: skip
 _STAGE = dict(chain.from_iterable(((name, stage) for name in names)
                                   for stage, names in _NAMES.items()))
@@ -83,7 +84,7 @@ def waits(spans: Iterable[Span]) -> list[float]:
     found: list[float] = []
     last: float | None = None
     for span in sorted(spans, key=lambda span: span.start):
-        if span.name.startswith(_COPIES) or _STAGE.get(span.name) == "copies":
+        if _copied(span.name):
             continue
         if span.name == FIRST and last is not None:
             found.append(max(0.0, span.start - last))
@@ -94,10 +95,15 @@ def waits(spans: Iterable[Span]) -> list[float]:
 def _stage(name: str, order: _Order) -> str:
     if name == FIRST:
         order.begin()
-    if stage := _STAGE.get(name):
+    if _copied(name):
+        return COPIES
+    stage = _STAGE.get(name)
+    if stage == DRAFT:
+        order.drafts = True
+    if order.drafts:
+        return DRAFT
+    if stage:
         return stage
-    if name.startswith(_COPIES):
-        return "copies"
     if name == "_gate":  # follows a product by cuBLAS
         return "gate_up"
     lower = name.lower()
@@ -106,6 +112,10 @@ def _stage(name: str, order: _Order) -> str:
     if any(part in lower for part in _LIBRARY):
         return order.same() if any(part in lower for part in _SECOND) else order.next()
     return OTHER
+
+
+def _copied(name: str) -> bool:
+    return name.startswith(_COPIES) or _STAGE.get(name) == COPIES
 
 
 class _Order:
@@ -117,7 +127,7 @@ class _Order:
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self._done = 0
+        self._done, self.drafts = 0, False
 
     def next(self) -> str:
         """Which product comes now."""

@@ -36,15 +36,24 @@ class Drawn:
     masked: bool
 
 
-Bucket = Forwarded | Drawn
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a device drafts for so many sequences."""
+
+    size: int
 
 
-def ordered(forwards: Sequence[int], draws: Sequence[int]) -> tuple[list[Bucket], list[Bucket]]:
+Bucket = Forwarded | Drawn | Drafted
+
+
+def ordered(
+    forwards: Sequence[int], draws: Sequence[int], chains: Sequence[int] = ()
+) -> tuple[list[Bucket], list[Bucket]]:
     """What to capture at the start, and what later, each the most wanted first.
 
-    `forwards` and `draws` are the sizes in use, ascending.  First come steps without chunks or
-    masks, and prompts, at the sizes that hold a power of two: one to all clients decoding, prompts
-    short and long.
+    `forwards`, `draws` and `chains` are the sizes in use, ascending.  First come steps without
+    chunks or masks, prompts, and chains, at the sizes that hold a power of two: one to all clients
+    decoding, prompts short and long.
     """
     steps: list[Bucket] = [Forwarded(size, False) for size in forwards]
     prompts: list[Bucket] = [Forwarded(size, True) for size in forwards if chunks_possible(size)]
@@ -52,20 +61,23 @@ def ordered(forwards: Sequence[int], draws: Sequence[int]) -> tuple[list[Bucket]
                            for needs in (PLAIN, FILTERED)]  # fmt: skip
     masked: list[Bucket] = [Drawn(size, needs, True) for size in draws
                             for needs in (PLAIN, FILTERED)]  # fmt: skip
-    most = {Forwarded: _powers(forwards), Drawn: _powers(draws)}
-    found = [*steps, *prompts, *plain]
+    drafted: list[Bucket] = [Drafted(size) for size in chains]
+    most = {Forwarded: _powers(forwards), Drawn: _powers(draws), Drafted: _powers(chains)}
+    found = [*steps, *prompts, *plain, *drafted]
     first = [one for one in found if one.size in most[type(one)]]
     rest = [one for one in found if one.size not in most[type(one)]]
     # The others by size: small steps are met long before large ones.
     return first, sorted([*masked, *rest], key=lambda one: one.size)
 
 
-def every(forwards: Sequence[int], draws: Sequence[int]) -> list[Bucket]:
+def every(
+    forwards: Sequence[int], draws: Sequence[int], chains: Sequence[int] = ()
+) -> list[Bucket]:
     """All buckets, and draws with whatever else a request may ask for: what kernels there are.
 
     Draws with bias, penalties or logprobs are captured at their first use only.
     """
-    first, later = ordered(forwards, draws)
+    first, later = ordered(forwards, draws, chains)
     return [*first, *later, *rare(draws)]
 
 
@@ -80,4 +92,5 @@ def rare(draws: Sequence[int]) -> list[Bucket]:
 
 def _powers(sizes: Sequence[int]) -> set[int]:
     """The sizes that powers of two are rounded up to."""
-    return {bucket(list(sizes), 1 << power) for power in range(sizes[-1].bit_length())}
+    powers = range(sizes[-1].bit_length()) if sizes else ()
+    return {bucket(list(sizes), 1 << power) for power in powers}

@@ -15,6 +15,7 @@ from engine.grammar.trial import (
     Busy,
     CompileJob,
     Limits,
+    NoRoom,
     Setup,
     Trial,
     Unavailable,
@@ -59,6 +60,8 @@ class Costly:
                 refusal = said.code, said.message, 400
         except Busy as busy:
             refusal = "engine_overloaded", str(busy), 429
+        except NoRoom as full:
+            refusal = "engine_unavailable", str(full), 503
         except Unavailable:
             pass
         except Exception:  # whoever waits must hear of it

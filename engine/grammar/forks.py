@@ -95,9 +95,17 @@ def _begin(control: socket.socket, forks: dict[int, _Fork], runner: Runner) -> b
     if len(raw) < _WALL.size or not handles:
         return False
     caller = socket.socket(fileno=handles[0])
-    said = tempfile.TemporaryFile()
     parent = os.getpid()
-    pid = os.fork()
+    with contextlib.ExitStack() as undone:
+        undone.enter_context(caller)
+        try:
+            said = undone.enter_context(tempfile.TemporaryFile())
+            pid = os.fork()
+        except OSError as error:  # a full disk, no descriptor or process left
+            with contextlib.suppress(OSError):
+                send(caller, msgspec.msgpack.encode(Died("room", f"no fork: {error}")))
+            return True
+        undone.pop_all()
     if pid == 0:
         control.close()
         for other in forks.values():  # no job can answer for another one
@@ -131,7 +139,7 @@ def _death(status: int, fork: _Fork) -> Died:
     if fork.killed or -code in (signal.SIGPROF, signal.SIGXCPU):
         return Died("time", detail)
     if code == -signal.SIGKILL:  # as a machine without memory does
-        return Died("killed", detail)
+        return Died("room", detail)
     return Died("memory" if _NO_MEMORY in said else "crash", detail)
 
 

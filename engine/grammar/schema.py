@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -31,12 +32,12 @@ from engine.grammar.clean import (
 )
 from engine.grammar.finite import check_finite
 from engine.grammar.rewrite import rewrite
-from engine.grammar.trial import Bad, Busy, CheckJob, Setup, Trial, Unavailable, plain
+from engine.grammar.trial import Bad, Busy, CheckJob, NoRoom, Setup, Trial, Unavailable, plain
 from engine.grammar.verdict import Document, Judge, Node, embed
 from engine.grammar.wellformed import TYPES, anchor, well_formed
 
-__all__ = ["BadSchema", "Busy", "Checked", "Dropped", "Judge", "check", "check_apart", "embed",
-           "measure"]  # fmt: skip
+__all__ = ["BadSchema", "Busy", "Checked", "Dropped", "Judge", "NoRoom", "check", "check_apart",
+           "embed", "measure"]  # fmt: skip
 
 DEPTH_LIMIT = 64  # nested arrays and objects of the schema's own text
 NODE_LIMIT = 5_000  # arrays and objects in it
@@ -96,8 +97,16 @@ def check(
         raise _too_big("deep", f"{DEPTH_LIMIT} levels") from None
 
 
-@cache
+_starting = threading.Lock()  # `cache` alone would let two threads make one each
+
+
 def _trial() -> Trial:
+    with _starting:
+        return _only_trial()
+
+
+@cache
+def _only_trial() -> Trial:
     return Trial(Setup())
 
 
@@ -106,7 +115,7 @@ def check_apart(
 ) -> Checked:
     """`check`; of a schema that is not plain in a process that can be killed (trial.py).
 
-    Raise Busy when many others wait for it.
+    Raise Busy when many others wait for it, NoRoom when the machine ends it.
     """
     measure(schema)
     try:

@@ -56,6 +56,16 @@ class Busy(Exception):
         super().__init__("Many costly schemas are being tried. Send the request again.")
 
 
+class NoRoom(Exception):
+    """The machine would not let the job run to its end or its limits: nothing is known of it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server had no memory, disk or process left to try this costly schema. Send the "
+            "request again; if that goes on, give the server more memory."
+        )
+
+
 class Unavailable(Exception):
     """The process cannot be started here, or is closed."""
 
@@ -115,7 +125,7 @@ class Bad(msgspec.Struct, frozen=True, array_like=True, tag=2):
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The job was ended before it was through."""
 
-    how: str  # "time", "memory", "crash", or "killed": not by us
+    how: str  # "time", "memory", "crash": of the job; "room": ended by the machine, or never begun
     detail: str = ""  # for the log
 
 
@@ -164,7 +174,7 @@ class Trial:
     def ask(self, job: CompileJob | CheckJob) -> Passed | Bad:
         """The job's outcome, a crossed limit or a crash among the Bad ones.
 
-        Blocks; raise Busy or Unavailable.  A schema that passed a check is not remembered.
+        Blocks; raise Busy, NoRoom or Unavailable.  A schema that passed a check is not remembered.
         """
         key = hashlib.sha256(msgspec.msgpack.encode(job)).digest()
         if found := self._known(key):
@@ -176,9 +186,10 @@ class Trial:
                 with self._long_place(), self._long:
                     answer = self._known(key) or self._tried(job, self.limits.cpu_s)
         if isinstance(answer, Died):
-            log.warning("a schema was ended by its %s limit: %.300s", answer.how, answer.detail)
-            if answer.how == "killed":  # by somebody else, who says nothing about the job
-                return self._said(answer)
+            if answer.how == "room":  # which says nothing about the job
+                log.warning("the machine had no room to try a schema: %.300s", answer.detail)
+                raise NoRoom
+            log.warning("a schema was refused for its %s: %.300s", answer.how, answer.detail)
             answer = self._said(answer)
         elif isinstance(job, CheckJob):
             return answer
@@ -236,7 +247,7 @@ class Trial:
             if (raw := self._exchange(order, wall_s)) is not None:
                 answer: Answer = _ANSWERS.decode(raw)
                 return answer
-        return Died("killed", "the process that forks ended twice")
+        return Died("room", "the process that forks ended twice")
 
     def _exchange(self, order: bytes, wall_s: float) -> bytes | None:
         """What the job answers; None when the process has ended before."""

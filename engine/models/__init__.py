@@ -35,11 +35,13 @@ class Model(Protocol):
         max_len: int,
         taps: tuple[int, ...] = (),
         paired: bool = False,
+        apart: bool = False,
     ) -> None:
         """Take the tensors that `expected` named; positions go up to `max_len`.
 
         `taps` are the layers whose outputs a device draft reads; `paired` lays gate and up
-        projections out for fused kernels (engine/layers.py), after which only `run` works.
+        projections out for fused kernels (engine/layers.py), after which only `run` works;
+        `apart` copies no tensor, where another model is about to be made of the same ones.
         """
 
     @staticmethod

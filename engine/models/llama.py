@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers import Layer, Linear, join_gate, join_heads, rotary_tables
+from engine.layers import Apart, Layer, Linear, join_gate, join_heads, rotary_tables
 from engine.models import Hidden
 from engine.ops import TorchOps
 
@@ -40,13 +40,16 @@ class Llama:
         max_len: int,
         taps: tuple[int, ...] = (),
         paired: bool = False,
+        apart: bool = False,
     ) -> None:
         self.config = config
         self.taps = taps
         self.embedding = weights["model.embed_tokens.weight"]
         self.norm = weights["model.norm.weight"]
         self.head = Linear(self.embedding if config.tied else weights["lm_head.weight"])
-        self.layers = [_layer(weights, i, config.head_dim, paired) for i in range(config.layers)]
+        self.layers = [
+            _layer(weights, i, config.head_dim, paired, apart) for i in range(config.layers)
+        ]
         dtype, device = self.embedding.dtype, self.embedding.device
         cos, sin = rotary_tables(config, max_len, dtype)
         self.cos, self.sin = cos.to(device), sin.to(device)
@@ -105,7 +108,9 @@ class Llama:
         return self.head(F.rms_norm(rows, rows.shape[-1:], self.norm, self.config.rms_eps))
 
 
-def _layer(weights: dict[str, Tensor], i: int, dim: int, paired: bool) -> Layer:
+def _layer(
+    weights: dict[str, Tensor], i: int, dim: int, paired: bool, apart: bool
+) -> Layer:
     """Take a layer's tensors out of `weights` and join those that share an input."""
     at = f"model.layers.{i}."
 
@@ -117,6 +122,8 @@ def _layer(weights: dict[str, Tensor], i: int, dim: int, paired: bool) -> Layer:
     def linear(join: Callable[[list[Tensor]], Tensor], *names: str) -> Linear:
         weight, bias = take("weight", *names), take("bias", *names)
         assert weight is not None, f"layer {i} lacks one of {names}; the loader checks this"
+        if apart:
+            return Apart(weight, bias)
         return Linear(join(weight), None if bias is None else join(bias))
 
     return Layer(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -98,13 +99,14 @@ def check_size(run: Run) -> None:
 def begin(folder: Path, run: Run) -> None:
     """Note what the folder's shards are made with; raise BadShard when it has others.
 
-    Processes that begin one folder at a time write the same, or all but one are refused.
+    Of processes that begin one folder at a time the first one's note stands: others are refused
+    where theirs would differ.
     """
     path = folder / "run.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        replace(path, msgspec.json.encode(run))
-    known = read_run(folder)
+        create(path, msgspec.json.encode(run))
+    known = read_run(folder)  # whoever wrote it
     for name in run.__struct_fields__:
         if name != "model" and getattr(known, name) != getattr(run, name):
             raise BadShard(
@@ -168,12 +170,31 @@ def every(folder: Path) -> Iterator[Shard]:
 
 def replace(path: Path, content: bytes) -> None:
     """Write a file whole or not at all; other processes may write the same one."""
+    with _written(path, content) as part:
+        part.replace(path)
+
+
+def create(path: Path, content: bytes) -> None:
+    """The same where there is no such file; one that is there stays as it is."""
+    with _written(path, content) as part:
+        try:
+            os.link(part, path)  # unlike a rename it puts nothing in another file's place
+        except FileExistsError:
+            pass
+        except OSError:  # no hard links here: others may see it for a moment before it is whole
+            with suppress(FileExistsError), path.open("xb") as file:
+                file.write(content)
+
+
+@contextmanager
+def _written(path: Path, content: bytes) -> Iterator[Path]:
+    """The content in a file beside `path`, on the disk; gone at the end."""
     part = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
     try:
         with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        yield part
     finally:
         part.unlink(missing_ok=True)

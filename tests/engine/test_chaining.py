@@ -15,21 +15,26 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from engine.cuda.buckets import bucket, sizes
-from engine.cuda.chaining import FLAT, GROUP, JOIN, Chaining
+from engine.cuda.chaining import FLAT, GROUP, JOIN, Chaining, Staged
 from engine.kernels.sampler_tables import SlotTables
+from engine.proposer import LENGTHS
+from speculative import ahead
 
 SIZE, TRASH, TOKENS, ROWS, WIDTH = 4, 999, 80, 9, 30
 CPU = torch.device("cpu")
 
 
 class Queue:
-    """Stands for Graphs: notes keys and runs no body."""
+    """Stands for Graphs: notes keys and runs no body; for keys that begin so there is no memory."""
 
     def __init__(self) -> None:
         self.keys: list[tuple] = []
+        self.lacks: list[tuple] = []
 
-    def run(self, key, body) -> None:
+    def run(self, key, body, *, must: bool = True) -> None:
         self.keys.append(key)
+        if any(key[: len(lack)] == lack for lack in self.lacks):
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def row_of(chance: random.Random, kind: str) -> Some:
@@ -45,13 +50,13 @@ def row_of(chance: random.Random, kind: str) -> Some:
     )
 
 
-def made() -> Chaining:
+def made(drafts: int = 5) -> Chaining:
     ids = np.random.default_rng(0).permutation((ROWS + 1) * WIDTH).reshape(-1, WIDTH)
     slots = Some(table=torch.zeros(ROWS + 1, WIDTH, dtype=torch.int32), count=ROWS,
                  ids=ids.astype(np.int32), tables=SlotTables.allocate(ROWS, 1, CPU))
     return Chaining(
         Some(source="eagle3", prepare=lambda *given: None), Some(), slots, Some(), Queue(),
-        tokens=TOKENS, rows=ROWS, drafts=5, size=SIZE, trash=TRASH, copies=2)
+        tokens=TOKENS, rows=ROWS, drafts=drafts, size=SIZE, trash=TRASH, copies=2)
 
 
 def forwarded(chaining: Chaining, rows: list[Some], size: int) -> list[int]:
@@ -159,6 +164,95 @@ def test_warming_tells_of_no_row():
         chaining.warm(size, draws)
         if draws:
             told(chaining._views(GROUP, size, 1), [(0, 0, ROWS, -1)] * size)
+            told(chaining._views(JOIN, size, 1), [(0, 0, TRASH, 0)] * size)
         else:
             told(chaining._views(FLAT, size, size), [(0, None, None, None, TRASH, -1)] * size)
-    assert chaining._graphs.keys == [("extend", 16), *(("chain", 8, d) for d in chaining.depths)]
+    assert chaining._graphs.keys == [
+        ("extend", 16), ("join", 8), *(("chain", 8, d) for d in chaining.depths)]
+
+
+@pytest.mark.parametrize("drafts, depths", [(1, [1]), (4, [1, 2, 3]), (7, [1, 2, 3, 5, 7]),
+                                            (64, [1, 2, 3, 5, 7])])
+def test_no_graph_is_for_a_chain_that_nobody_asks_for(drafts, depths):
+    """Of a host's drafts `drafts` may be many; a longer chain than there is becomes the longest."""
+    chaining = made(drafts)
+    assert chaining.depths == depths == [one for one in LENGTHS if 0 < one <= drafts]
+    assert ahead.LENGTHS is LENGTHS
+    rows = [row_of(random.Random(1), "plain")]
+    rows[0].seq.submit.max_drafts = rows[0].seq.remaining = 100
+    forwarded(chaining, rows, 1)
+    staged = chaining.stage(Some(rows=rows, guesses=drafts), [Some(slot=0)], 1)
+    assert staged.depth == depths[-1]
+    chaining.run(staged)
+    assert chaining._graphs.keys[-1] == ("chain", 1, depths[-1])
+
+
+def staged_of(chaining: Chaining, guesses: int) -> Staged:
+    """A step of two rows, one of which begins a block."""
+    chance = random.Random(4)
+    rows = [row_of(chance, "plain"), row_of(chance, "plain")]
+    for row, start in zip(rows, (8, 9), strict=True):
+        row.start, row.seq.tokens = start, [*range(start + 1)]
+        row.seq.submit.max_drafts = row.seq.remaining = 50
+    forwarded(chaining, rows, 2)
+    return chaining.stage(Some(rows=rows, guesses=guesses), [Some(slot=3), Some(slot=1)], 2)
+
+
+def test_a_chain_without_memory_is_left_out_alone_and_not_tried_again(caplog):
+    chaining = made()
+    keys = chaining._graphs.keys
+    chaining._graphs.lacks = [("chain", 2, 3)]
+    for turn in range(3):
+        keys.clear()
+        staged = staged_of(chaining, 3)
+        chaining.run(staged)
+        assert staged.depth == 0
+        assert keys == [("join", 1), ("extend", 2), *[("chain", 2, 3)] * (turn == 0)]
+        chaining.fetch(staged)
+        assert staged.home == 0, "nothing is sent home"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "3 tokens are drafted for 2 sequences" in caplog.text
+    assert "--gpu-memory-utilization" in caplog.text
+    other = staged_of(chaining, 2)
+    chaining.run(other)
+    assert other.depth == 2 and keys[-1] == ("chain", 2, 2)
+    keys.clear()
+    chaining.warm(2, True)
+    assert ("chain", 2, 3) not in keys and ("chain", 2, 5) in keys
+
+
+@pytest.mark.parametrize("name", ["join", "extend"])
+def test_rows_that_cannot_be_made_cost_a_step_its_chain_and_nothing_else(name, caplog):
+    chaining = made()
+    chaining._graphs.lacks = [(name,)]
+    for _ in range(3):
+        staged = staged_of(chaining, 3)
+        chaining.run(staged)
+        assert staged.depth == 0 and ("extend", 2) in chaining._graphs.keys
+    assert len(caplog.records) == 1 and repr(name) in caplog.text
+    chaining._graphs.lacks = []
+    staged = staged_of(chaining, 3)
+    chaining.run(staged)
+    assert staged.depth == 3
+
+
+def test_an_error_that_is_not_about_memory_is_still_one(monkeypatch):
+    chaining = made()
+
+    def broken(key, body, **more) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(chaining._graphs, "run", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        chaining.run(staged_of(chaining, 3))
+
+
+def test_the_largest_step_runs_every_pass_and_says_when_memory_does_not_do(caplog):
+    chaining = made()
+    chaining.largest()
+    assert chaining._graphs.keys == [("join", ROWS), ("extend", TOKENS), ("chain", ROWS, 5)]
+    for lack in chaining._graphs.keys[:]:
+        chaining._graphs.lacks = [lack]
+        with pytest.raises(torch.OutOfMemoryError):
+            chaining.largest()
+    assert not caplog.records

@@ -88,6 +88,55 @@ def test_without_capture_a_body_runs_every_time():
     assert len(ran) == 3 and len(graphs) == 0 and "key" not in graphs
 
 
+class Full(Graphs):
+    """Captures on a device that is not there, and has no memory for a graph."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(capture=False)
+        self.capture, self.error, self.tried = True, error, 0
+
+    def _captured(self, body):
+        self.tried += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
+                                   RuntimeError("Triton Error [CUDA]: out of memory")])
+def test_what_no_graph_can_hold_runs_without_and_is_not_captured_again(error, caplog):
+    graphs, ran = Full(error), []
+    for _ in range(3):
+        graphs.run(("extend", 8), lambda: ran.append(1))
+    assert len(ran) == 3 and graphs.tried == 1 and graphs.full and not len(graphs)
+    assert len(caplog.records) == 1 and "--gpu-memory-utilization" in caplog.text
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            graphs.run("can do without", lambda: ran.append(1), must=False)
+    assert len(caplog.records) == 1
+
+
+def test_a_capture_that_fails_otherwise_is_an_error():
+    graphs = Full(RuntimeError("operation not permitted when stream is capturing"))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.run("key", lambda: None)
+    assert not graphs.full
+
+
+def test_the_reason_of_a_failed_capture_is_not_hidden_by_its_end(monkeypatch):
+    class Graph:
+        def capture_begin(self, **given) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            raise RuntimeError("the capture was invalidated")
+
+    def body() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    with pytest.raises(torch.OutOfMemoryError):
+        Graphs(capture=False)._captured(body)
+
+
 def test_a_size_that_a_larger_one_undercuts_is_not_used():
     costs = {1: 5.0, 2: 5.0, 4: 4.0, 8: 6.0, 16: 9.0, 24: 8.5, 32: 12.0}
     assert useful([*costs], costs.__getitem__) == [4, 8, 24, 32]

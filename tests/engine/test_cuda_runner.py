@@ -26,6 +26,7 @@ from engine.checkpoint import open_checkpoint  # noqa: E402
 from engine.config import BadConfig, EngineConfig  # noqa: E402
 from engine.cuda import ops, parts  # noqa: E402
 from engine.cuda import runner as cuda_runner  # noqa: E402
+from engine.cuda.events import enter  # noqa: E402
 from engine.cuda.plain import plain  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
 from engine.kernels.matmul import NORMED  # noqa: E402
@@ -126,7 +127,7 @@ def test_rows_that_are_not_there_name_the_first_slot_whatever_a_buffer_held(fold
     for size in forward.sizes:
         for array in forward._mirror._arrays:
             array[:] = 10**8
-        runner._on_stream()
+        enter(runner._stream)
         with torch.inference_mode():
             forward.run(forward.empty(size))
         rows = forward._buckets[size].views.attention

@@ -16,7 +16,7 @@ from engine.checkpoint import open_checkpoint
 from engine.config import BadConfig, EngineConfig
 from engine.cuda import bench as gpu
 from engine.cuda.bench import Roofs, Watch, prompt_operations, spans, stage_floors
-from engine.cuda.trace import GAPS, OTHER, PRODUCTS, STAGES, Span, shares, waits
+from engine.cuda.trace import DRAFT, GAPS, OTHER, PRODUCTS, STAGES, Span, shares, waits
 from engine.models.llama import Llama
 from tests.driver import make
 from tests.tiny import write_llama
@@ -85,6 +85,20 @@ def test_an_overlap_belongs_to_the_kernel_that_came_first():
     assert found.times["norms, rope, embed"] == 5 and found.times["attention"] == 0.5
     inside = shares([Span("_norm", 0, 10), Span("_score", 2, 3)], 1)
     assert inside.times["sampler"] == 0 and inside.total == 10
+
+
+def test_what_a_draft_launches_behind_a_step_is_its_own_whatever_its_name():
+    trace = Trace()
+    for _ in range(2):
+        trace.step(layers=1).add("_take", 2).add("nvjet_tst_64x8", 3).add("_inputs", 1)
+        trace.add("_rotate_kernel", 1).add("_begin", 1).add("_attend", 2).add("_norm", 1)
+        trace.add("_gate", 1).add("void at::native::index_select", 1).add("_draw", 2)
+        trace.add("Memcpy DtoH (Device -> Pinned)", 0.5).add("_update", 0.5)
+    found, bare = shares(trace.spans, 1), shares(Trace().step(layers=1).spans, 1)
+    assert found.times[DRAFT] == 2 * 15 and not found.unknown
+    for stage in set(STAGES) - {DRAFT, "copies"}:
+        assert found.times[stage] == 2 * bare.times[stage], stage
+    assert found.times["copies"] == 2 * (bare.times["copies"] + 1)
 
 
 def test_every_kernel_of_ours_has_a_stage():
@@ -168,7 +182,7 @@ def test_floors_are_the_bytes_and_operations_of_the_model(folder):
     assert sum(floors[kind] for kind in PRODUCTS) == 2 * 64 * parameters(shape)
     both = stage_floors(shape, Roofs(5.0, 3.0), 2, 64, 1000)
     assert both["down"] >= floors["down"] / 3
-    assert set(floors) == set(STAGES) - {OTHER, GAPS}
+    assert set(floors) == set(STAGES) - {DRAFT, OTHER, GAPS}
 
 
 def test_a_prompts_operations_grow_with_its_square_and_the_head_counts_once(folder):

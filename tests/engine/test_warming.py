@@ -23,6 +23,7 @@ from engine.config import EngineConfig  # noqa: E402
 from engine.cuda import parts  # noqa: E402
 from engine.cuda.buckets import bucket, sizes  # noqa: E402
 from engine.cuda.done import Done  # noqa: E402
+from engine.cuda.events import enter  # noqa: E402
 from engine.cuda.runner import CudaRunner  # noqa: E402
 from engine.cuda.warming import (  # noqa: E402
     FILTERED,
@@ -155,7 +156,7 @@ def compile_for(folder, device: torch.device, stop: Event) -> None:
     checkpoint, config = shaped(folder)
     build._compile(
         family(checkpoint.architecture), checkpoint.config, config, 128, torch.float32, device, 0,
-        stop, Timeline(),
+        None, stop, Timeline(),
     )
 
 
@@ -207,7 +208,7 @@ def test_nothing_is_left_to_compile_when_the_weights_are_there(folder):
         engine = make(folder)
         runner = engine.runner
         for wanted in every(runner.forward.sizes, runner.settling.sizes):
-            runner._on_stream()
+            enter(runner._stream)
             with torch.inference_mode():
                 runner._visit(wanted)
         torch.cuda.synchronize()

@@ -73,6 +73,19 @@ def test_a_limit_is_a_400_that_names_the_tool(
     assert len(tried) <= 2
 
 
+def test_a_machine_without_room_is_a_503_and_the_next_one_is_tried_again(
+    trial, monkeypatch
+) -> None:
+    said = [Passed(), Died("room", "no fork: [Errno 28]")]
+    monkeypatch.setattr(trial, "_tried", lambda job, cpu_s: said.pop())
+    answer = post(open_gateway(saying(CALL)), tools=[costly("room")])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "engine_unavailable")
+    assert "Send the request again" in error["message"] and "Errno" not in error["message"]
+    assert "retry-after" in answer.headers and "x-should-retry" not in answer.headers
+    assert said == [Passed()]
+
+
 def test_too_many_at_once_are_told_to_come_again(trial, monkeypatch) -> None:
     def busy(job: CheckJob) -> Passed:
         raise Busy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from engine.messages import Sampling, Submit  # noqa: E402
 from engine.proposer import ASLEEP, FREE  # noqa: E402
 from speculative.captured import CapturedEagle3  # noqa: E402
 from speculative.eagle3 import Eagle3  # noqa: E402
+from speculative.probe import Whole  # noqa: E402
 from tests.captured import KnowingChains  # noqa: E402
 from tests.driver import Run  # noqa: E402
 from tests.heads import config, head_of  # noqa: E402
@@ -105,6 +107,23 @@ def test_chains_are_those_of_the_cpu(folder, name, monkeypatch):
     found = chains(engine, *asks(), monkeypatch=monkeypatch)
     assert found[:2] == wanted[:2]
     assert sum(map(len, wanted[1].values())) > 15
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_on_a_gpu_has_each_weight_once_and_can_still_be_probed(name):
+    """The projection that is laid out anew is not kept beside the old one."""
+    shape = config(head_dim=32, heads=4, kv_heads=2, **HEADS[name])
+    head = head_of(shape, 3, F32)
+    old = weakref.ref(head.layers[0].mix.qkv.weight)
+    count, noise = 9, torch.Generator().manual_seed(2)
+    feature = torch.randn(count, shape.hidden, generator=noise).to(head.device)
+    places = torch.arange(count, device=head.device)
+    whole = Whole(shape, count, F32, head.device)
+    wanted = head.run(feature, places, places, whole)
+    for _ in range(2):
+        draft = CapturedEagle3(head, 512)
+        torch.testing.assert_close(head.run(feature, places, places, whole), wanted)
+    assert draft._qkv is head.layers[0].mix.qkv and old() is None
 
 
 def test_a_cached_prefix_is_drafted_behind_as_if_it_had_been_computed(folder, monkeypatch):

@@ -9,7 +9,9 @@ import torch
 
 from engine.model_config import BadCheckpoint
 from engine.weights import BadWeights
-from tests.head_files import a_head, opened, written
+from speculative import checkpoint
+from speculative.served import _Eagle3
+from tests.head_files import CPU, F64, TARGET, a_head, opened, target_tables, written
 
 
 def wrong(tmp_path, words, error=BadWeights, dialect="specforge", **how):
@@ -166,6 +168,34 @@ def test_a_damaged_pickle_is_refused(tmp_path, content):
     torch.save([1, 2], folder / "pytorch_model.bin")
     with pytest.raises(BadWeights, match="no mapping of names to tensors"):
         opened(folder)
+
+
+@pytest.mark.parametrize("dialect", ["specforge", "original"])
+def test_a_blank_head_has_the_shapes_of_its_files_and_no_weight_is_read(
+    tmp_path, monkeypatch, dialect
+):
+    folder = written(tmp_path, dialect, *a_head())
+    whole = opened(folder).head
+    monkeypatch.setattr(checkpoint, "_read", lambda *given: pytest.fail("a weight was read"))
+    blank = opened(folder, blank=True).head
+    assert blank.config == whole.config and torch.equal(blank.kept, whole.kept)
+    for find in (lambda one: one.fc.weight, lambda one: one.norm, lambda one: one.lm_head.weight,
+                 lambda one: one.layers[0].mix.qkv.weight, lambda one: one.layers[0].down.weight,
+                 lambda one: one.embedding):
+        assert find(blank).shape == find(whole).shape
+        assert find(blank).dtype == find(whole).dtype
+
+
+def test_a_blank_head_that_cannot_be_opened_is_left_to_who_loads_it(tmp_path, caplog):
+    """Whoever asks for a blank one is beside the start, which says the same again."""
+    maker = _Eagle3(str(tmp_path / "none"), asked=False)
+    embedding, _ = target_tables()
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
+    given = TARGET, weights, 4096, F64, CPU
+    with pytest.raises(BadCheckpoint):
+        maker.open(*given, blank=True)
+    assert not caplog.records
+    assert maker.open(*given) is None and len(caplog.records) == 1
 
 
 def test_what_was_read_does_not_hang_on_the_file(tmp_path):

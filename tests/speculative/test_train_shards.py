@@ -55,16 +55,35 @@ def test_a_folder_belongs_to_one_run(tmp_path, field, value):
         shards.begin(tmp_path, msgspec.structs.replace(RUN, **{field: value}))
 
 
+def meanwhile_begun(folder, monkeypatch, run: Run) -> None:
+    """Another process begins the folder as `run` once the next one has seen that nobody did."""
+    make, others = type(folder).mkdir, [run]
+
+    def slow(path, **given):
+        make(path, **given)
+        if others:
+            shards.begin(folder, others.pop())
+
+    monkeypatch.setattr(type(folder), "mkdir", slow)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_that_begin_a_folder_at_once_the_later_one_is_refused(tmp_path, monkeypatch, links):
+    def none(*given):
+        raise PermissionError("no hard links here")
+
+    if not links:
+        monkeypatch.setattr(shards.os, "link", none)
+    meanwhile_begun(tmp_path, monkeypatch, msgspec.structs.replace(RUN, seed=8))
+    with pytest.raises(BadShard, match="begun with seed 8, not 7"):
+        shards.begin(tmp_path, RUN)
+    assert shards.read_run(tmp_path).seed == 8 and not list(tmp_path.glob("*.part"))
+
+
 def test_two_processes_may_begin_and_write_at_once(tmp_path, monkeypatch):
     """The other one does the same between this one's look and its rename."""
-    real, others = shards.replace, [lambda: shards.begin(tmp_path, RUN)]
-
-    def slow(path, content):
-        if others:
-            others.pop()()
-        real(path, content)
-
-    monkeypatch.setattr(shards, "replace", slow)
+    real = shards.replace
+    meanwhile_begun(tmp_path, monkeypatch, RUN)
     shards.begin(tmp_path, RUN)
     assert shards.read_run(tmp_path) == RUN
     opened: list[str] = []
