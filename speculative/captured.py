@@ -137,8 +137,8 @@ class CapturedEagle3:
             both, picked = self._both, chains.row
             self._take(chains.row, x)
         mixed = x.new_empty(many, self._heads)
-        chain_attention(both, self.pages, table, place, positions, mixed, picked=picked,
-                        overlap=self._overlap)
+        chain_attention(both, self.pages, table, place, positions, chains.begin, mixed,
+                        picked=picked, overlap=self._overlap)
         # From a feature to the next one in place: torch copies what it adds to elsewhere.
         _add(x, mixed, self._mix.out)
         inner = x.new_empty(many, head.config.intermediate)

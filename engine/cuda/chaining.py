@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.cuda.buckets import bucket, sizes
 from engine.cuda.graphs import Graphs
+from engine.cuda.known import Known
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.kernels.chain_rows import Chains, FlatRows, Groups, Taken, begin, take
 from engine.memory import out_of_memory
@@ -38,7 +39,7 @@ log = logging.getLogger("engine.cuda.chaining")
 
 # A step's integers: of each flat token, of each sequence that draws, of each row to make anew.
 FLAT = ("known", "group", "offset", "fresh", "after", "ends")
-GROUP = ("base", "start", "place", "limit")
+GROUP = ("base", "start", "place", "limit", "begin")
 JOIN = ("tokens", "positions", "slots", "blocks")
 NEVER = 1 << 30  # the flat index of a draw that a row has not
 
@@ -83,9 +84,10 @@ class Chaining:
         self._mirror = Mirror(words, copies, device)
         self._hosts = {size: self._mirror.hosts(one) for size, one in self._layouts.items()}
         self._fills = {"known": 0, "after": trash, "ends": -1, "base": 0, "start": 0, "limit": -1,
-                       "place": slots.count, "tokens": 0, "positions": 0, "slots": trash,
-                       "blocks": 0}  # fmt: skip
+                       "begin": 1, "place": slots.count, "tokens": 0, "positions": 0,
+                       "slots": trash, "blocks": 0}  # fmt: skip
         self._index = np.arange(tokens, dtype=np.int32)
+        self.known = Known(trash // size + 1, size)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -109,8 +111,15 @@ class Chaining:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def stage(self, plan: Plan, places: list[Place], size: int) -> Staged:
-        """Send a plan's integers, before anything of it changes; `size` is the forward's bucket."""
+    def stage(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
+        """Send a plan's integers, before anything of it changes; `size` is the forward's bucket.
+
+        None: the draft sleeps.
+        """
+        self.known.follow(plan.fresh, plan.copies)
+        if plan.asleep:
+            self.known.slept(self._forward.host_slots[: plan.tokens])
+            return None
         number = self._mirror.next()
         at, rows = self._hosts[size][number], plan.rows
         starts = np.array([row.start for row in rows], dtype=np.int32)
@@ -183,6 +192,7 @@ class Chaining:
         limits = [self._limit(row, most, 2) for row in rows] if most else [0] * many
         at["base"][:many], at["start"][:many] = bases, starts
         at["place"][:many], at["limit"][:many] = slots, limits
+        at["begin"][:many] = self.known.begins(self._slots.ids[slots], starts) if most else 1
         if many < size:
             self._fill(at, GROUP, many, size)
         longest = max(limits, default=0)
@@ -285,7 +295,7 @@ class Chaining:
 
     def _chains_of(self, many: int, depth: int) -> Chains:
         return Chains(
-            self._row[:many], self._drawn[:depth, :many],
+            self._row[:many], self._groups[many].begin, self._drawn[:depth, :many],
             self._positions[: depth * many].view(depth, many),
             self._places[: depth * many].view(depth, many),
         )  # fmt: skip

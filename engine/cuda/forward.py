@@ -84,6 +84,7 @@ class Forward:
         self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
         self.host_tokens: Ints = np.zeros(0, dtype=np.int32)  # of the newest step, as staged
         self.host_positions: Ints = self.host_tokens
+        self.host_slots: Ints = self.host_tokens  # of the pages
 
     @property
     def tokens(self) -> Tensor:
@@ -144,6 +145,7 @@ class Forward:
         if not plain.whole:
             self._fill_long(at, rows, places, plain.count)
         self.host_tokens, self.host_positions = at["tokens"], at["positions"]
+        self.host_slots = at["kv"]
         self._mirror.send(number, made.layout.words)
         return Staged(size, chunks)
 

@@ -172,7 +172,7 @@ class CudaRunner:
         try:
             self.forward.run(staged)  # the device computes while the rest is prepared
             draw = self.settling.prepare(plan.rows, places, even)
-            if self.chaining is not None and not plan.asleep:
+            if self.chaining is not None:
                 chain = self.chaining.stage(plan, places, staged.size)
         except BaseException:
             self._lose(plan)

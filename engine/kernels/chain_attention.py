@@ -23,12 +23,13 @@ LINES = 16  # query heads of a KV head, padded to what a tensor core takes
 FULL = 264  # programs that fill a device: two a multiprocessor of the largest we know
 SPLITS = 32  # at most
 # Rows of tables a step or a group long: their alignment must not compile a kernel anew.
-WORDWISE = ("picked", "place", "position")
+WORDWISE = ("picked", "place", "position", "start")
 
 
 @triton.jit(do_not_specialize_on_alignment=WORDWISE)
 def _attend(
-    query, picked, pages, table, place, position, out, parts, sums, peaks, width, scale, stride,
+    query, picked, pages, table, place, position, start, out, parts, sums, peaks, width, scale,
+    stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr, PICKED: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -38,8 +39,9 @@ def _attend(
     at = tl.arange(0, DIM)
     wait(OVERLAP)
     last = tl.load(position + row) + 1  # the newest slot that is seen
-    each = (last + SPLIT * BLOCK - 1) // (SPLIT * BLOCK) * BLOCK
-    first = 1 + split * each
+    oldest = tl.minimum(tl.load(start + row), last)
+    each = (last - oldest + SPLIT * BLOCK) // (SPLIT * BLOCK) * BLOCK
+    first = oldest + split * each
     end = tl.minimum(first + each, last + 1)
     source = tl.load(picked + row) if PICKED else row
     q = tl.load(
@@ -107,12 +109,13 @@ def splits_of(rows: int, kv_heads: int) -> int:
 
 
 def chain_attention(
-    query: Tensor, pages: Tensor, table: Tensor, place: Tensor, position: Tensor, out: Tensor, *,
-    picked: Tensor | None = None, overlap: int = 0,
+    query: Tensor, pages: Tensor, table: Tensor, place: Tensor, position: Tensor, start: Tensor,
+    out: Tensor, *, picked: Tensor | None = None, overlap: int = 0,
 ) -> None:  # fmt: skip
     """Attend with `query` [G, heads * dim] (rows contiguous) to `pages` [blocks, 2, size, kv, dim].
 
-    `table` int32 [slots + 1, width], `place` and `position` int32 [G]; `out` [G, heads * dim].
+    `table` int32 [slots + 1, width], `place`, `position` and `start` int32 [G]: seen are the slots
+    from `start`, at least 1, up to the one behind `position`; `out` [G, heads * dim].
     With `picked` int32 [G] the query of row i is query[picked[i]].  `overlap`: see
     kernels/overlap.py.
     """
@@ -126,9 +129,9 @@ def chain_attention(
     shared = {"GROUP": group, "KV_HEADS": kv_heads, "DIM": dim, "SPLIT": split, "LINES": LINES,
               "OVERLAP": int(overlap), **launch_options(overlap)}  # fmt: skip
     enqueue(_attend, (many, kv_heads, split))(
-        query, place if picked is None else picked, pages, table, place, position, out, parts,
-        sums, peaks, table.shape[1], 1 / math.sqrt(dim), query.stride(0), PAGE=size, BLOCK=BLOCK,
-        PICKED=picked is not None, num_warps=4, **shared,
+        query, place if picked is None else picked, pages, table, place, position, start, out,
+        parts, sums, peaks, table.shape[1], 1 / math.sqrt(dim), query.stride(0), PAGE=size,
+        BLOCK=BLOCK, PICKED=picked is not None, num_warps=4, **shared,
     )  # fmt: skip
     if split > 1:
         enqueue(_merge, (many, heads))(parts, sums, peaks, out, num_warps=2, **shared)

@@ -40,6 +40,7 @@ class Groups:
     start: Tensor  # position of `base`
     place: Tensor  # slot of the sequence in the tables
     limit: Tensor  # draft tokens wanted
+    begin: Tensor  # slot from which on the draft has rows, at least 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Chains:
     """Where each group's chain begins and goes."""
 
     row: Tensor  # int32 [G] flat index of the newest true row
+    begin: Tensor  # int32 [G] slot from which on there are rows
     tokens: Tensor  # int32 [K, G] drawn by the draft
     positions: Tensor  # int32 [K, G] of the feature that step k reads
     slots: Tensor  # int32 [K, G] where its row lies

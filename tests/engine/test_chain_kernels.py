@@ -169,15 +169,18 @@ class Pages:
 
     def wanted(self, row: int) -> torch.Tensor:
         """[heads * dim] of a row of `query`, by softmax in fp64."""
-        key, value = self.content[row].repeat_interleave(self.group, dim=2).unbind(1)
+        oldest = min(self.starts[row] - 1, len(self.content[row]) - 1)
+        key, value = self.content[row][oldest:].repeat_interleave(self.group, dim=2).unbind(1)
         query = self.query[row].double().cpu().view(key.shape[1:])
         score = torch.einsum("hd,nhd->hn", query, key) / math.sqrt(query.shape[1])
         return torch.einsum("hn,nhd->hd", score.softmax(-1), value).flatten()
 
-    def run(self, positions: list[int], query=None, picked=None) -> None:
+    def run(self, positions: list[int], query=None, picked=None, starts=None) -> None:
+        self.starts = starts or [1] * len(positions)
         attention.chain_attention(
             self.query if query is None else query, self.pages, self.table.to(DEVICE),
-            self.place.to(DEVICE, torch.int32), ints(positions), self.out, picked=picked)
+            self.place.to(DEVICE, torch.int32), ints(positions), ints(self.starts),
+            self.out, picked=picked)
 
     def check(self) -> None:
         check_fence(self.out)
@@ -292,6 +295,15 @@ def test_a_flat_token_becomes_a_row_where_it_is_right_and_trash_behind_a_wrong_d
     assert [*found] == [*wanted, (POISON, POISON, POISON)]
 
 
+@pytest.mark.parametrize("split", [1, 4])
+def test_a_row_sees_nothing_before_its_start_and_always_its_own_slot(split, monkeypatch):
+    positions, starts = [0, 70, 70, 299, 299, 299], [9, 1, 71, 64, 250, 999]
+    monkeypatch.setattr(attention, "FULL", split * len(positions) * 3)
+    case = Pages(positions, 9, 3, 32, torch.float32)
+    case.run(positions, starts=starts)
+    case.check()
+
+
 @pytest.mark.parametrize("many", [1, 6])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_chain_begins_behind_what_stood_and_writes_no_further_than_it_may(many, depth):
@@ -302,8 +314,9 @@ def test_a_chain_begins_behind_what_stood_and_writes_no_further_than_it_may(many
     limit = [chance.choice([0, 1, 2, 5]) for _ in range(many)]
     matched = [chance.randrange(3) for _ in range(many)]
     limit[-1], place = (-1 if many > 1 else 5), chance.sample(range(many + 1), many)
-    chains = Chains(blank(many), blank(depth, many), blank(depth, many), blank(depth, many))
-    begin(Groups(ints(base), ints(start), ints(place), ints(limit)), ints(matched),
+    each = (blank(depth, many) for _ in range(3))
+    chains = Chains(blank(many), blank(many), *each)
+    begin(Groups(ints(base), ints(start), ints(place), ints(limit), blank(many)), ints(matched),
           table.to(DEVICE), chains, SIZE, TRASH)
     for i in range(many):
         right = matched[i] if limit[i] >= 0 else 0  # of who is not there it is an older step's

@@ -50,6 +50,11 @@ def row_of(chance: random.Random, kind: str) -> Some:
     )
 
 
+def planned(rows: list[Some], guesses: int, asleep: bool = False) -> Some:
+    return Some(rows=rows, guesses=guesses, asleep=asleep, fresh=[], copies=[],
+                tokens=sum(row.count for row in rows))
+
+
 def made(drafts: int = 5) -> Chaining:
     ids = np.random.default_rng(0).permutation((ROWS + 1) * WIDTH).reshape(-1, WIDTH)
     slots = Some(table=torch.zeros(ROWS + 1, WIDTH, dtype=torch.int32), count=ROWS,
@@ -104,7 +109,7 @@ def test_every_token_and_group_is_told_of_as_a_loop_would(kinds, guesses):
 def check(chaining: Chaining, rows: list[Some], places: list[Some], guesses: int) -> None:
     size = bucket(sizes(TOKENS), sum(row.count for row in rows))
     total = len(forwarded(chaining, rows, size))
-    staged = chaining.stage(Some(rows=rows, guesses=guesses), places, size)
+    staged = chaining.stage(planned(rows, guesses), places, size)
     flat, groups, joins, draws, first, limits = [], [], [], 0, 0, [0]
     for row, place in zip(rows, places, strict=True):
         ids = chaining._slots.ids[place.slot]
@@ -112,7 +117,7 @@ def check(chaining: Chaining, rows: list[Some], places: list[Some], guesses: int
         if row.last:
             base = row.count - row.drafts - 1
             limit = max(0, min(guesses, row.seq.submit.max_drafts, row.seq.remaining - 2))
-            groups.append((first + base, row.start + base, place.slot, limit))
+            groups.append((first + base, row.start + base, place.slot, limit, 1))
             limits.append(limit)
             draws += row.drafts + 1
         if row.start and row.start % SIZE == 0 and not row.pending:
@@ -122,7 +127,7 @@ def check(chaining: Chaining, rows: list[Some], places: list[Some], guesses: int
         first += row.count
     flat += [(0, None, None, None, TRASH, -1)] * (size - total)
     told(chaining._views(FLAT, size, size), flat)
-    groups += [(0, 0, ROWS, -1)] * (staged.groups - len(groups))
+    groups += [(0, 0, ROWS, -1, 1)] * (staged.groups - len(groups))
     told(chaining._views(GROUP, staged.groups, 1), groups)
     joins += [(0, 0, TRASH, 0)] * (staged.joined - len(joins))
     told(chaining._views(JOIN, staged.joined, 1), joins)
@@ -153,8 +158,27 @@ def test_a_step_costs_one_copy(monkeypatch):
     rows = [row_of(random.Random(i), kind) for i, kind in enumerate(KINDS[-1])]
     size = bucket(sizes(TOKENS), sum(row.count for row in rows))
     forwarded(chaining, rows, size)
-    chaining.stage(Some(rows=rows, guesses=5), [Some(slot=i) for i in range(len(rows))], size)
+    chaining.stage(planned(rows, 5), [Some(slot=i) for i in range(len(rows))], size)
     assert len(sent) == 1
+
+
+def test_a_step_that_is_slept_through_sends_nothing_and_is_a_gap_for_later_chains(monkeypatch):
+    chaining, sent = made(), []
+    rows = [row_of(random.Random(1), "plain")]
+    rows[0].seq.submit.max_drafts, rows[0].seq.remaining = 7, 50
+    own = chaining._slots.ids[3]
+    chaining._forward.host_slots = np.array([own[rows[0].start // SIZE] * SIZE
+                                             + rows[0].start % SIZE], np.int32)
+    forwarded(chaining, rows, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(chaining._mirror, "send", lambda *given: sent.append(given))
+        assert chaining.stage(planned(rows, 0, asleep=True), [Some(slot=3)], 1) is None
+    assert not sent
+    rows[0].start += 1
+    rows[0].seq.tokens.append(1)
+    forwarded(chaining, rows, 1)
+    chaining.stage(planned(rows, 2), [Some(slot=3)], 1)
+    assert chaining._views(GROUP, 1, 1)["begin"].tolist() == [rows[0].start + 1]
 
 
 def test_warming_tells_of_no_row():
@@ -163,7 +187,7 @@ def test_warming_tells_of_no_row():
         chaining._mirror.buffer.fill_(7)
         chaining.warm(size, draws)
         if draws:
-            told(chaining._views(GROUP, size, 1), [(0, 0, ROWS, -1)] * size)
+            told(chaining._views(GROUP, size, 1), [(0, 0, ROWS, -1, 1)] * size)
             told(chaining._views(JOIN, size, 1), [(0, 0, TRASH, 0)] * size)
         else:
             told(chaining._views(FLAT, size, size), [(0, None, None, None, TRASH, -1)] * size)
@@ -181,7 +205,7 @@ def test_no_graph_is_for_a_chain_that_nobody_asks_for(drafts, depths):
     rows = [row_of(random.Random(1), "plain")]
     rows[0].seq.submit.max_drafts = rows[0].seq.remaining = 100
     forwarded(chaining, rows, 1)
-    staged = chaining.stage(Some(rows=rows, guesses=drafts), [Some(slot=0)], 1)
+    staged = chaining.stage(planned(rows, drafts), [Some(slot=0)], 1)
     assert staged.depth == depths[-1]
     chaining.run(staged)
     assert chaining._graphs.keys[-1] == ("chain", 1, depths[-1])
@@ -195,7 +219,7 @@ def staged_of(chaining: Chaining, guesses: int) -> Staged:
         row.start, row.seq.tokens = start, [*range(start + 1)]
         row.seq.submit.max_drafts = row.seq.remaining = 50
     forwarded(chaining, rows, 2)
-    return chaining.stage(Some(rows=rows, guesses=guesses), [Some(slot=3), Some(slot=1)], 2)
+    return chaining.stage(planned(rows, guesses), [Some(slot=3), Some(slot=1)], 2)
 
 
 def test_a_chain_without_memory_is_left_out_alone_and_not_tried_again(caplog):
