@@ -35,12 +35,14 @@ class Cycles:
         plan = flight.plan
         if not self._piped:
             return Ran(plan.tokens, flight.seconds, plan.guesses)
-        rows, now = plan.rows, time.perf_counter()
-        masked = 2 * sum(row.last and row.seq.grammar is not None for row in rows) > len(rows)
-        kind = flight.alone, masked
+        now, drew, masked = time.perf_counter(), 0, 0
+        for row in plan.rows:
+            drew += row.last
+            masked += row.last and row.seq.grammar is not None
+        kind = flight.alone, 2 * masked > drew
         known = self._since and of == 1 and kind == self._kind
         seconds = now - self._since if known and flight.seconds else 0.0
-        ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind)
+        ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind, drew)
         self._since, self._kind = now, kind
         self._guesses, self._chain_s = 0, 0.0
         return ran

@@ -23,3 +23,10 @@ def pick(name: str) -> torch.device:
         f"device {name!r} is asked for, but torch {torch.__version__} (CUDA build: {build}) sees "
         "no GPU. `slipstream doctor` says more; or start with --device cpu."
     )
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the device; what is not a GPU runs programs one by one."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

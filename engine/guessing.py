@@ -177,7 +177,7 @@ class Guessing:
 
     def ran(self, ran: Ran) -> None:
         """Tell the proposer what a step took."""
-        if self.host is not None and ran.seconds > 0:
+        if self.host is not None:
             self.host.timed(ran)
 
     def ended(self, session: bytes) -> None:

@@ -213,8 +213,10 @@ class Engine:
         for flight in flights:
             self._out -= 1
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
-            self.guessing.ran(self._cycles.ended(flight, len(flights)))
+            ran, before = self._cycles.ended(flight, len(flights)), self._generated
             replies += self._commit(flight)
+            if ran.seconds:
+                self.guessing.ran(ran._replace(tokens=self._generated - before))
             if flight.plan.guesses:
                 self._guessed = flight
             else:

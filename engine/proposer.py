@@ -67,6 +67,8 @@ class Ran(NamedTuple):
     chain_s: float = 0.0  # what of `seconds` they took; 0 = not known
     alone: bool = True  # it was launched when all before it was known
     masked: bool = False
+    sequences: int = 0  # that drew in it
+    tokens: int = 0  # that it gave
 
 
 # Answers of HostDrafts.ahead beside lengths of chains.

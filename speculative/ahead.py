@@ -2,9 +2,9 @@
 
 A step that waits (for a host's look at all tokens, or for a device's chain) leaves the device idle
 between two steps; one that does not is launched while the one before it runs.  Which gives more
-tokens a second is decided for the whole batch and each step: times of both kinds are those between
-results, so they hold all that a step costs, on the device or not.  What is not used is tried now
-and then, a few steps long.
+tokens a second is decided for the whole batch: of few sequences for each step, by what the guesses
+at hand are worth and by times between results, which hold all that a step costs; of many by what
+either way gave (rates.py).  The way that is not taken is tried now and then, a few steps long.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from collections.abc import Sequence
 
 from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
 from speculative.length import MARGIN, PROMPT, StepTimes
+from speculative.rates import GAIN, Rates
 
 TOKEN = 0.07  # what a token of a chain costs until it is measured, of a step with one row
 WAIT = 0.6  # what waiting costs until it is measured, of a step with one row
 FOLLOW = 0.1  # how fast measured costs follow what is seen
 FIRST = 8  # steps at the start that draft nothing: they tell what a step costs by itself
-LOOK = 64  # where nothing is measured apart: one step in so many drafts nothing
+LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
-TRIAL = 5  # steps that the other kind is tried for; the first tells nothing
-SELDOM = 1024  # steps from one trial to the next, at most; at the start they follow sooner
-DREAM = 96  # steps without a chain after which a device's draft sleeps, prompts apart
-FAR = 0.9  # a rate below this, of the best one, is not worth to stay ready for
+FEW = 4  # sequences up to which each step is decided by its own guesses
+KEEP = 4  # steps that such a decision holds, if nothing else changes
+TRIAL = 6  # steps that the other way is tried for; the first two tell nothing
+SOON, SELDOM = 32, 1024  # steps from one trial to the next: each time twice as many
+DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
+FAR = 0.9  # of the best rate: below this a chain is not nearly wanted
 
 
 class Ahead:
@@ -33,26 +36,32 @@ class Ahead:
         """`row`: what a row more costs until measured; `piped`: a step may run ahead at all."""
         self.alone = StepTimes(row)  # seconds of steps that waited
         self._free = StepTimes(row)  # of those that did not
+        self._rates = Rates()
         self._piped = piped
         self._met = [0, 0]  # steps of either kind, free ones first
         self._token = 0.0  # seconds a token of a chain; 0 = not measured
         self._turn = 0
         self._trial, self._rest = FREE, 0  # what is tried, for so many more steps
-        self._next, self._every = FIRST, LOOK // 2  # when the next trial begins, and the ones after
+        self._plans: dict[int, tuple[int, int]] = {}  # by size of load: next trial, then every
+        self._kept: tuple[object, int, int, bool] = (None, 0, FREE, False)  # what for, until, what
         self._since = 0  # steps since a chain was wanted, or nearly
 
     # ---- learning --------------------------------------------------------------------------------
 
     def observe(self, ran: Ran) -> None:
         """A step took so long."""
+        if self._piped and ran.sequences:
+            self._rates.observe(ran.sequences, ran.alone, ran.tokens, ran.seconds)
         if self._piped and not ran.alone:
             self._met[0] += 1
             self._free.observe(ran.rows, ran.seconds)
-            return
-        if not ran.guesses:
+        elif ran.guesses:
+            self._observe_chain(ran)
+        else:
             self._met[1] += 1
             self.alone.observe(ran.rows, ran.seconds)
-            return
+
+    def _observe_chain(self, ran: Ran) -> None:
         known = self._token or TOKEN * self._waited(1)
         if self._piped:
             chain_s = ran.chain_s or known * ran.guesses
@@ -80,24 +89,43 @@ class Ahead:
             return min(self._trial, most)
         if self._turn <= FIRST or not self._met[0]:
             return FREE
-        best, found, second = self._best(chances, worth, load, most)
-        if self._turn >= self._next:
-            self._next = self._turn + self._every
-            self._every = min(2 * self._every, SELDOM)
+        if load.rows > FEW:
+            times = self._rates.waiting(load.rows)
+            waits, near = times is not None and times > GAIN, times is None or times > FAR
+            found = max(self._best(chances, worth, load, most)[0], 0) if waits else FREE
+        else:
+            found, near = self._of_few(chances, worth, load, most)
+        if self._due(load.rows):
             self._rest = TRIAL - 1
-            self._trial = min(2, most) if found == FREE else FREE
+            self._trial = FREE if found != FREE else max(
+                self._best(chances, worth, load, most)[0], min(1, most))
             return self._trial
-        return self._drowsy(found, second > FAR * best, load) if most else found
-
-    def _drowsy(self, found: int, near: bool, load: Load) -> int:
-        """A device's draft that is far from being wanted sleeps, but for prompts."""
         self._since = 0 if found > 0 or near else self._since + 1
-        return ASLEEP if found == FREE and self._since > DREAM and not load.beside else found
+        # A prompt is read all the same: a draft could never make up for it.
+        return ASLEEP if most and found == FREE and self._since > DREAM else found
+
+    def _of_few(
+        self, chances: Sequence[float], worth: float, load: Load, most: int
+    ) -> tuple[int, bool]:
+        """What gives most, and whether a chain nearly does."""
+        what = load.rows, load.beside > 0, most, round(2 * worth)
+        if what != self._kept[0] or self._turn >= self._kept[1]:
+            self._kept = what, self._turn + KEEP, *self._best(chances, worth, load, most)
+        return self._kept[2], self._kept[3]
+
+    def _due(self, rows: int) -> bool:
+        """Time to try what is not done, with about so many sequences."""
+        size = rows.bit_length() if rows > FEW else 0
+        at, every = self._plans.get(size, (self._turn, SOON))
+        if self._turn < at:
+            return False
+        self._plans[size] = self._turn + every, min(2 * every, SELDOM)
+        return True
 
     def _unpiped(self, chances: Sequence[float], load: Load, most: int) -> int:
         if self._turn <= FIRST or self._turn % LOOK == 0:
             return 0
-        _, found, _ = self._best(chances, 0.0, load, most)
+        found, _ = self._best(chances, 0.0, load, most)
         if not found and self._turn % (LOOK * TRY) == 1:
             return min(1, most)
         return found
@@ -110,8 +138,9 @@ class Ahead:
 
     def _best(
         self, chances: Sequence[float], worth: float, load: Load, most: int
-    ) -> tuple[float, int, float]:
-        """The best rate in tokens a second, what gives it, and the best rate of a chain."""
+    ) -> tuple[int, bool]:
+        """What gives most tokens a second by what it should take, and whether a chain nearly does.
+        """
         count, beside = load.rows, load.beside
         token = self._token or TOKEN * self._waited(1)
         base = count + PROMPT * beside
@@ -133,4 +162,4 @@ class Ahead:
             chain = max(chain, rate)
             if rate > best:
                 best, found = rate, length
-        return best, found, chain
+        return found, chain > FAR * best

@@ -11,17 +11,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.proposer import Draft, Key, Load, Ran, Turn
-from speculative.ahead import Ahead
+from speculative.ahead import FEW, Ahead
 from speculative.calibration import Calibration
 from speculative.forced import ForcedDrafts
-from speculative.length import choose
+from speculative.length import PROMPT, choose
 from speculative.suffix import SuffixDrafts
 
 DEVICE_SOURCE = "eagle3"
 DEVICE = [0.6, 0.55, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]  # chances by place, before any was seen
 
 
-RECENT = 8  # guesses that tell what the next are worth, at most; of one sequence, the last alone
+RECENT = 32  # guesses that tell what the next are worth, of many sequences; of few, one of each
+# What a prompt token counts as beside drafts where a GPU computes: it is cheap there, and who waits
+# for it is served the sooner, the sooner the others end.
+CHEAP = 0.25
 
 
 class Offer(NamedTuple):
@@ -52,6 +55,7 @@ class Hybrid:
         self._worth = [0.0, 0.0]  # tokens that a guess of the host's was right for, in the mean
         self._masked = False  # the step that is coming
         self._count = 1  # sequences of it that decode
+        self._prompt = CHEAP if piped else PROMPT
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
@@ -66,7 +70,8 @@ class Hybrid:
         if not any(offer.tokens for offer in offers):
             return [Draft([])] * len(turns)
         lengths = choose(
-            self._ahead[self._masked].alone, [offer.survival for offer in offers], beside)
+            self._ahead[self._masked].alone, [offer.survival for offer in offers], beside,
+            self._prompt)
         return [
             self._cut(turn.key, offer, length)
             for turn, offer, length in zip(turns, offers, lengths, strict=True)
@@ -80,9 +85,9 @@ class Hybrid:
 
     def _learn_worth(self, worth: float, count: int, masked: bool) -> None:
         """A guess of so many sequences was worth so much, in the mean."""
-        known = self._worth[masked]
-        part = max(count / max(self._count, 1), 1 / RECENT)
-        self._worth[masked] = known + min(part, 1.0) * (worth - known)
+        known, of = self._worth[masked], max(self._count, 1)
+        part = min(count / (of if of <= FEW else RECENT), 1.0)
+        self._worth[masked] = known + part * (worth - known)
 
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Let each source learn from its part."""

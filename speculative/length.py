@@ -72,19 +72,19 @@ def _nearest(rows: int) -> int:
 
 
 def choose(
-    times: StepTimes, survival: Sequence[Sequence[float]], beside: int = 0
+    times: StepTimes, survival: Sequence[Sequence[float]], beside: int = 0, prompt: float = PROMPT
 ) -> list[int]:
     """How many tokens of each chain to verify, given each token's chance to be reached and right.
 
     One entry a sequence that decodes in the step, empty for those without a draft; `beside` prompt
-    tokens are computed in it.
+    tokens are computed in it, each of which counts as much as `prompt` drawn ones.
     """
     slots = sorted(
         ((chance, -place, i) for i, chain in enumerate(survival)
          for place, chance in enumerate(_falling(chain))), reverse=True,
     )  # fmt: skip
     base = len(survival) + beside
-    gained = len(survival) + PROMPT * beside
+    gained = len(survival) + prompt * beside
     best, taken = gained / times(base) * (1 + MARGIN), 0
     for n, (chance, _, _) in enumerate(slots, 1):
         gained += chance

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.cuda.chaining import Staged
 from engine.cuda.laps import Lap
 from engine.cuda.settle import Draw
+from engine.cuda.slots import Place
 from engine.runner import Flight
 
 
@@ -30,3 +31,4 @@ class CudaFlight(Flight):
     lap: Lap | None = None  # None where there is no stream
     graphs: int = 0  # that there were before it
     chain: Staged | None = None
+    late: tuple[list[Place], int] | None = None  # its draft is staged behind settle: where, bucket

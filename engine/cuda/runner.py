@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from engine.cuda.chaining import Chaining
-from engine.cuda.chaining import Staged as Chained
 from engine.cuda.events import enter, stream
 from engine.cuda.flight import CudaFlight, Most
 from engine.cuda.forward import Forward, Limits, layer_bytes, noted
@@ -33,6 +32,7 @@ from engine.cuda.plain import plain
 from engine.cuda.settle import Settling
 from engine.cuda.slots import Slots
 from engine.cuda.warming import FILTERED, Bucket, Drafted, Drawn, Forwarded, every, ordered, rare
+from engine.device import processors
 from engine.drafting import guess
 from engine.kernels.attention_plan import SHORT, short_tile
 from engine.kernels.decode_attention import DecodeScratch
@@ -114,7 +114,7 @@ class CudaRunner:
             shape, pages.data, self.slots.tables.last, picks,
             DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),
             most=most.tokens, max_len=most.max_len, split=split,
-            workers=attention_workers(_processors(device), shape.kv_heads),
+            workers=attention_workers(processors(device), shape.kv_heads),
             taps=len(self._draft.taps) if self._draft is not None else 0,
         )  # fmt: skip
         trash = (pages.blocks - 1) * pages.size
@@ -172,12 +172,15 @@ class CudaRunner:
         try:
             self.forward.run(staged)  # the device computes while the rest is prepared
             draw = self.settling.prepare(plan.rows, places, even)
-            if self.chaining is not None:
+            # Before a step that flies is committed; where none does, once settle is queued.
+            late = (places, staged.size) if not self._flights else None
+            if self.chaining is not None and late is None:
                 chain = self.chaining.stage(plan, places, staged.size)
         except BaseException:
             self._lose(plan)
             raise
-        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap, graphs=graphs, chain=chain)
+        flight = CudaFlight(plan, draw=draw, plain=even.whole, lap=lap, graphs=graphs, chain=chain,
+                            late=late)
         self._flights.append(flight)
         return flight
 
@@ -201,8 +204,8 @@ class CudaRunner:
                 self.settling.fetch(flight.draw)
             if self._laps is not None and flight.lap is not None:
                 self._laps.end(flight.lap)
-            if self.chaining is not None and flight.chain is not None:
-                self._chain(self.chaining, flight, flight.chain)
+            if self.chaining is not None:
+                self._chain(self.chaining, flight)
             if flight.lap is not None and len(self._graphs) > flight.graphs:
                 flight.lap.kind = None  # something was captured, too: nothing to go by
             if self.head is not None:
@@ -217,8 +220,12 @@ class CudaRunner:
             self._lose(flight.plan)
             raise
 
-    def _chain(self, chaining: Chaining, flight: CudaFlight, chain: Chained) -> None:
+    def _chain(self, chaining: Chaining, flight: CudaFlight) -> None:
         """Draft behind the results, which are on their way home."""
+        if flight.late is not None:
+            flight.chain = chaining.stage(flight.plan, *flight.late)
+        if (chain := flight.chain) is None:
+            return
         chaining.run(chain)
         chaining.fetch(chain)
         if self._laps is not None and flight.lap is not None:
@@ -387,10 +394,3 @@ class CudaRunner:
             self.settling.run(draw)
         elif self.chaining is not None:
             self.chaining.warm(wanted.size, draws=True)
-
-
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of the device; what is not a GPU runs programs one by one."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

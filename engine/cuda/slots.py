@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.layout import ALIGN, Ints
-from engine.kernels.embed import update_table
+from engine.cuda.layout import ALIGN, Ints, Layout, Mirror
+from engine.kernels.embed import UPDATES, update_table
 from engine.kernels.sampler_tables import SlotParams, SlotTables
 from engine.messages import Sampling
 
 if TYPE_CHECKING:
     from engine.plan import Row
     from engine.sequence import Sequence
+
+
+COPIES = 4  # buffers of new block ids that may be on their way
 
 
 @dataclass(slots=True)
@@ -46,6 +49,10 @@ class Slots:
         self._places: dict[Sequence, Place] = {}  # the one that came first is first
         self._free = list(range(count - 1, -1, -1))
         self._fresh: list[tuple[int, int, int]] = []  # (slot, index, block id) not sent yet
+        # Most steps have few such: a buffer that is there already takes them.
+        self._mirror = Mirror(4 * UPDATES, COPIES, device)
+        self._few = self._mirror.buffer.view(4, UPDATES)
+        self._hosts = self._mirror.hosts(Layout({"few": (4, UPDATES)}))
 
     def placed(self, rows: list[Row]) -> list[Place]:
         """The place of each row's sequence, in order."""
@@ -113,6 +120,15 @@ class Slots:
         device = self.table.device
         fresh = self._fresh
         count = len(fresh)
+        if count <= UPDATES:
+            number = self._mirror.next()
+            few = self._hosts[number]["few"]
+            few[:3, :count] = [*zip(*fresh, strict=True)]
+            few[3, 0] = count
+            self._mirror.send(number, 4 * UPDATES)
+            update_table(self.table, *self._few)
+            self._fresh = []
+            return
         # Every row begins where 16 bytes do: another alignment would be another kernel to compile.
         width = -(-count // ALIGN) * ALIGN
         packed = torch.zeros(4, width, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
@@ -30,7 +32,10 @@ def run(ahead: Ahead, steps: int, load: Load, chances, worth: float, most: int, 
     for _ in range(steps):
         chosen = ahead.choose(chances, worth, load, most)
         chain_s = guesses * token
-        ahead.observe(Ran(load.rows, waits + chain_s if alone else free, guesses, chain_s, alone))
+        chain = sum(math.prod(chances[: n + 1]) for n in range(guesses))
+        gained = max(worth, chain) if alone else 0
+        ahead.observe(Ran(load.rows, waits + chain_s if alone else free, guesses, chain_s, alone,
+                          sequences=load.rows, tokens=round(load.rows * (1 + gained))))
         alone, guesses = chosen >= 0, max(chosen, 0)
         found.append(chosen)
     return found
@@ -83,6 +88,15 @@ def test_a_wait_that_pays_is_found_though_it_was_believed_not_to():
     found = run(Ahead(0.002, True), 1000, Load(1), [0.4] * 8, 0.0, 7, free=1.0, waits=1.02,
                 token=0.01)  # fmt: skip
     assert sum(one > 0 for one in found[200:]) > 0.95 * len(found[200:])
+
+
+@pytest.mark.parametrize(("waits", "pays"), [(1.9, True), (2.2, False)])
+def test_of_many_what_gave_more_is_done_and_the_other_way_only_tried(waits, pays):
+    """Twice the tokens a step, at a cost that no count of rows tells."""
+    found = run(Ahead(0.002, True), 4000, Load(64), [0.0], 1.0, 0, free=1.0, waits=waits,
+                token=0.0)[500:]  # fmt: skip
+    waited = sum(one >= 0 for one in found) / len(found)
+    assert 0.98 < waited < 1 if pays else 0 < waited < 0.02
 
 
 def test_guesses_of_the_host_make_steps_wait_while_they_are_worth_it():

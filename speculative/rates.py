@@ -1,0 +1,47 @@
+"""Tokens a second of steps that waited and of steps that ran ahead, as measured.  Decides nothing.
+
+With many sequences what a step costs is mostly the host's work on each of them, which depends on
+what they say and not on how many rows there are.  So both ways are compared by what they gave, at
+about the same number of sequences, and neither is believed for long without being seen again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FADE = 1 - 1 / 128  # what a step's count becomes with each later one of its kind
+ENOUGH = 4  # steps of a kind that tell something
+GAIN = 1.02  # waiting must give so much more
+
+
+@dataclass(slots=True)
+class _Sum:
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Rates:
+    """By number of sequences, in powers of two."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, bool], _Sum] = {}
+
+    def observe(self, sequences: int, waited: bool, tokens: int, seconds: float) -> None:
+        """A step of so many sequences gave `tokens` in `seconds`."""
+        found = self._sums.setdefault((sequences.bit_length(), waited), _Sum())
+        found.tokens = found.tokens * FADE + tokens
+        found.seconds = found.seconds * FADE + seconds
+        found.steps += 1
+
+    def waiting(self, sequences: int) -> float | None:
+        """How many times the tokens of running ahead waiting gives, or None: not known."""
+        size = sequences.bit_length()
+        free, wait = self._sums.get((size, False)), self._sums.get((size, True))
+        if free is None or wait is None or min(free.steps, wait.steps) < ENOUGH:
+            return None
+        return wait.rate / free.rate
