@@ -101,6 +101,9 @@ class Closing:
         state, plan = self._state, self._plan
         if state.accepting:
             return []
+        rest = self._planner.rest(plan, token)
+        if rest is not None and len(rest) <= left:
+            return rest
         for adapted in self._planner.adapted(plan, token):
             if len(adapted) <= left and state.closes(adapted):
                 return adapted

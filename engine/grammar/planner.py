@@ -74,6 +74,17 @@ class Planner:
         plan = self._find(state, STEPS, ENDLESS, dict(self._learnt))
         return plan if plan is not None and len(plan) <= cap else None
 
+    def rest(self, plan: list[int], token: int) -> list[int] | None:
+        """The plan behind a token that is its beginning cut otherwise, or None: it is not.
+
+        A grammar judges bytes: what led to an end through the token's bytes does so behind them,
+        and need not be tried.  So it is with all that a grammar leaves no choice about.
+        """
+        piece = self._letters.vocabulary.piece(token)
+        if not piece or CONTROL in piece:
+            return None
+        return self._letters.without(plan, piece)
+
     def adapted(self, plan: list[int], token: int) -> Iterator[list[int]]:
         """The plan as it may go on behind a token that is not its first; likely ones first."""
         yield plan  # a letter more in a string
