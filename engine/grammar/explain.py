@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from engine.checkpoint import open_checkpoint
 from engine.grammar.clean import ENFORCED, LISTS, MAPS, SINGLES, escape
-from engine.grammar.matcher import Compiled, Compiler, GrammarRefused, State, Vocabulary
+from engine.grammar.matcher import Compiled, Compiler, GrammarRefused, State
 from engine.grammar.schema import Checked, embed, modern
 from engine.grammar.verdict import Node
+from engine.grammar.vocabulary import Vocabulary
 from engine.messages import Grammar
 
 SAMPLE_TOKENS = 1_000  # at most; a schema that asks for more has no sample here

@@ -24,9 +24,9 @@ from engine.grammar import lexical
 from engine.grammar.costly import Costly, Refusal
 from engine.grammar.hints import read
 from engine.grammar.planner import Planner
-from engine.grammar.probe import Letters
 from engine.grammar.prose import Key, Prose
 from engine.grammar.trial import Limits, Setup
+from engine.grammar.vocabulary import Vocabulary
 from engine.messages import Grammar
 
 ProseMasks = dict[Key, NDArray[np.int32]]
@@ -64,46 +64,6 @@ class GrammarRefused(Exception):
         self.status = status
 
 
-class Vocabulary:
-    """The tokens: their bytes, how many ids there are, and which of them end an output."""
-
-    def __init__(self, tokenizer_json: str, size: int, stop_ids: Sequence[int]) -> None:
-        self.size = size
-        self.stops = frozenset(stop_ids)
-        self.tokenizer = llguidance.LLTokenizer(
-            tokenizer_json, n_vocab=size, eos_token=list(stop_ids)
-        )
-        self._pieces: list[bytes | None] = [None] * size
-        self._lexical = [bytearray(b"\xff") * size for _ in range(3)]  # 255: not asked before
-        self.letters = Letters(self)  # for planner.py
-
-    def piece(self, token: int) -> bytes:
-        """The token's bytes."""
-        found = self._pieces[token]
-        if found is None:
-            found = self._pieces[token] = self.tokenizer.decode_bytes([token])
-        return found
-
-    def lexical(self, before: int, token: int) -> int:
-        """Where a JSON text stands behind the token (lexical.py)."""
-        known = self._lexical[before]
-        behind = known[token]
-        if behind == 255:
-            behind = known[token] = lexical.after(before, self.piece(token))
-        return behind
-
-    def words(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens before the first stop id, and before the first that is no token at all."""
-        words = list(tokens)
-        if not self.stops.isdisjoint(words) or (words and not self._holds(words)):
-            bad = (t in self.stops or not 0 <= t < self.size for t in words)
-            words = words[: next(i for i, is_bad in enumerate(bad) if is_bad)]
-        return words
-
-    def _holds(self, words: list[int]) -> bool:
-        return min(words) >= 0 and max(words) < self.size
-
-
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
@@ -126,19 +86,26 @@ class State:
 
     def accept(self, token: int) -> bool:
         """Take one token; False, and nothing changes, when it is illegal or a stop id."""
-        return self.accept_all((token,)) == 1
+        if not self._vocabulary.legible(token) or not self.matcher.try_consume_tokens([token]):
+            return False
+        self._note(token)
+        return True
 
     def accept_all(self, tokens: Sequence[int]) -> int:
         """Take tokens up to the first illegal one or stop id; return how many."""
         words = self._vocabulary.words(tokens)
         taken: int = self.matcher.try_consume_tokens(words)
         for word in words[:taken]:
-            if self._prose is None:
-                self._lexical.append(self._vocabulary.lexical(self._lexical[-1], word))
-            else:
-                self._read(self._prose, self._vocabulary.piece(word))
-            self.steps += 1
+            self._note(word)
         return taken
+
+    def _note(self, token: int) -> None:
+        """The matcher moved over a token."""
+        if self._prose is None:
+            self._lexical.append(self._vocabulary.lexical(self._lexical[-1], token))
+        else:
+            self._read(self._prose, self._vocabulary.piece(token))
+        self.steps += 1
 
     def _read(self, prose: Prose, piece: bytes) -> None:
         """Take a token of free text; what of it lies behind the trigger is JSON."""

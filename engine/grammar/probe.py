@@ -18,7 +18,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from engine.grammar.matcher import Vocabulary
+    from engine.grammar.vocabulary import Vocabulary
 
 CONTROL = 0xFF  # no UTF-8 text holds this byte
 _CONTROL = re.compile(rb"\xff\[(\d+)\]")
