@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 _ORDER = {source: place for place, source in enumerate(DRAFT_SOURCES)}
-FEW = 4  # sequences up to which each is looked at in its turn while steps run ahead
-EACH = 16  # of more sequences one is looked at in so many steps
-MOST_WAIT = 16  # tokens between two looks at one of few for which little was found
+MOST_WAIT = 16  # tokens between two looks at a sequence for which little was found
 
 
 class Guessing:
@@ -37,7 +35,7 @@ class Guessing:
         self._device = head.source if head is not None else ""
         self._most = most
         self._vocab = vocab
-        self._beat = 0  # steps behind which there was somebody to look at
+        self._runs_ahead = False  # the newest step does not wait for this
         self.rounds = 0  # rows that verified a draft
         self.drafted = 0  # tokens verified
         self.accepted = 0
@@ -51,49 +49,46 @@ class Guessing:
         host = self.host.sources if self.host is not None else ()
         return [*host, *filter(None, [self._device])]
 
+    def prepare(self, scheduler: Scheduler) -> None:
+        """Let the host guess what it can while the device still drafts for the same step."""
+        if self.host is not None:
+            self.host.prepare([_turn(seq, limit) for seq, limit in self._asking(scheduler)
+                               if not seq.pending])
+
     def propose(self, scheduler: Scheduler) -> None:
         """Ask the host proposer for all that decode; it sees what the device drafted for them.
 
         One whose newest token only the device knows cannot take a draft.  While steps run ahead of
-        the host that is so of all; then it is asked what its guess for one of them would be worth.
+        the host that is so of all; then one that is alone has it judged what a guess were worth.
         """
-        if self.host is None:
+        if self.host is None or (self._runs_ahead and len(scheduler.running) > 1):
             return
-        asked: list[Sequence] = []
-        turns: list[Turn] = []
-        ahead: list[Sequence] = []
-        for seq in scheduler.running:
-            limit = self._room(seq)
-            if not seq.decoding or seq.draft or limit < 1 or seq.submit.drafts == "off":
-                continue
-            if seq.pending:
-                ahead.append(seq)
-                continue
-            asked.append(seq)
-            turns.append(_turn(seq, limit))
-        if ahead:
-            self._look(ahead)
+        found = self._asking(scheduler)
+        asked = [seq for seq, _ in found if not seq.pending]
+        turns = [_turn(seq, limit) for seq, limit in found if not seq.pending]
         if not turns:
+            if len(found) == 1:
+                self._look(*found[0])
             return
         for seq, draft in zip(asked, self.host.propose(turns, _beside(scheduler)), strict=True):
             if draft.tokens:
                 self._keep(seq, draft, self.host.source)
             seq.guessed = []
 
-    def _look(self, seqs: list[Sequence]) -> None:
-        """Have the proposer judge one of these: of many now and then, for it takes time."""
+    def _asking(self, scheduler: Scheduler) -> list[tuple[Sequence, int]]:
+        """Those that decode and may take a draft behind what flies, and how long it may be."""
+        return [
+            (seq, limit) for seq in scheduler.running
+            if seq.decoding and not seq.draft and seq.submit.drafts != "off"
+            and (limit := self._room(seq)) >= 1
+        ]  # fmt: skip
+
+    def _look(self, seq: Sequence, limit: int) -> None:
+        """Have the proposer judge it, the more seldom the less there was to find."""
         assert self.host is not None
-        self._beat += 1
-        if len(seqs) > FEW:
-            if self._beat % EACH:
-                return
-            seq = seqs[self._beat // EACH % len(seqs)]
-        else:
-            due = [seq for seq in seqs if len(seq.tokens) >= seq.look_at]
-            if not due:
-                return
-            seq = due[0]
-        worth = self.host.look(_turn(seq, self._room(seq)), seq.grammar is not None)
+        if len(seq.tokens) < seq.look_at:
+            return
+        worth = self.host.look(_turn(seq, limit), seq.grammar is not None)
         seq.vainly = 0 if worth >= 1 else min(2 * seq.vainly + 1, MOST_WAIT)
         seq.look_at = len(seq.tokens) + 1 + seq.vainly
 
@@ -112,7 +107,9 @@ class Guessing:
             found = self.host.ahead(load, self._most if self._device else 0)
             if found == ASLEEP and any(row.count > 1 + len(row.draft) for row in plan.rows):
                 found = FREE  # a prompt: the draft could never read it later
-        return found if found < 0 else self._wanted(plan, found)
+        found = found if found < 0 else self._wanted(plan, found)
+        self._runs_ahead = found < 0
+        return found
 
     def _wanted(self, plan: Plan, length: int) -> int:
         """A chain of at most `length`, as long as somebody may take; FREE where nobody may."""

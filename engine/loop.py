@@ -227,6 +227,7 @@ class Engine:
         flight, self._guessed = self._guessed, None
         if flight is None:
             return
+        self.guessing.prepare(self.scheduler)
         for row, chain in zip(flight.plan.rows, self.runner.guesses(flight), strict=False):
             seq = row.seq
             if chain and not (seq.gone or seq.finish or row.vain):

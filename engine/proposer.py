@@ -92,10 +92,14 @@ class HostDrafts(Protocol):
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
 
+    def prepare(self, turns: Sequence[Turn]) -> None:
+        """Begin with what `propose` will be asked for next, but for what the device guesses."""
+
     def look(self, turn: Turn, masked: bool) -> float:
         """How many tokens a guess for one turn would be right for; nothing is proposed.
 
-        Asked for a few, while steps run ahead, so that the proposer hears when waiting would pay.
+        Asked of one that is alone, while steps run ahead, so that the proposer hears when waiting
+        would pay.
         """
 
     def timed(self, ran: Ran) -> None:

@@ -2,8 +2,8 @@
 
 A step that waits (for a host's look at all tokens, or for a device's chain) leaves the device idle
 between two steps; one that does not is launched while the one before it runs.  Which gives more
-tokens a second is decided for the whole batch: of few sequences for each step, by what the guesses
-at hand are worth and by times between results, which hold all that a step costs; of many by what
+tokens a second is decided for the whole batch: of one sequence for each step, by what the guesses
+at hand are worth and by times between results, which hold all that a step costs; of more by what
 either way gave (rates.py).  The way that is not taken is tried now and then, a few steps long.
 """
 
@@ -21,10 +21,11 @@ FOLLOW = 0.1  # how fast measured costs follow what is seen
 FIRST = 8  # steps at the start that draft nothing: they tell what a step costs by itself
 LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
-FEW = 4  # sequences up to which each step is decided by its own guesses
-KEEP = 4  # steps that such a decision holds, if nothing else changes
+KEEP = 4  # steps that a decision for one sequence holds, if nothing else changes
 TRIAL = 6  # steps that the other way is tried for; the first two tell nothing
-SOON, SELDOM = 32, 1024  # steps from one trial to the next: each time twice as many
+# Steps from one trial to the next, each time LATER times as many.  Many sequences that nobody has
+# guessed for cost several steps' time to begin with.
+SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
 FAR = 0.9  # of the best rate: below this a chain is not nearly wanted
 
@@ -89,12 +90,12 @@ class Ahead:
             return min(self._trial, most)
         if self._turn <= FIRST or not self._met[0]:
             return FREE
-        if load.rows > FEW:
+        if load.rows > 1:
             times = self._rates.waiting(load.rows)
             waits, near = times is not None and times > GAIN, times is None or times > FAR
             found = max(self._best(chances, worth, load, most)[0], 0) if waits else FREE
         else:
-            found, near = self._of_few(chances, worth, load, most)
+            found, near = self._of_one(chances, worth, load, most)
         if self._due(load.rows):
             self._rest = TRIAL - 1
             self._trial = FREE if found != FREE else max(
@@ -104,22 +105,22 @@ class Ahead:
         # A prompt is read all the same: a draft could never make up for it.
         return ASLEEP if most and found == FREE and self._since > DREAM else found
 
-    def _of_few(
+    def _of_one(
         self, chances: Sequence[float], worth: float, load: Load, most: int
     ) -> tuple[int, bool]:
         """What gives most, and whether a chain nearly does."""
-        what = load.rows, load.beside > 0, most, round(2 * worth)
+        what = load.rows, load.beside > 0, most, round(worth)
         if what != self._kept[0] or self._turn >= self._kept[1]:
             self._kept = what, self._turn + KEEP, *self._best(chances, worth, load, most)
         return self._kept[2], self._kept[3]
 
     def _due(self, rows: int) -> bool:
         """Time to try what is not done, with about so many sequences."""
-        size = rows.bit_length() if rows > FEW else 0
+        size = rows.bit_length()
         at, every = self._plans.get(size, (self._turn, SOON))
         if self._turn < at:
             return False
-        self._plans[size] = self._turn + every, min(2 * every, SELDOM)
+        self._plans[size] = self._turn + every, min(LATER * every, SELDOM)
         return True
 
     def _unpiped(self, chances: Sequence[float], load: Load, most: int) -> int:

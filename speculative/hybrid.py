@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.proposer import Draft, Key, Load, Ran, Turn
-from speculative.ahead import FEW, Ahead
+from speculative.ahead import Ahead
 from speculative.calibration import Calibration
 from speculative.forced import ForcedDrafts
 from speculative.length import PROMPT, choose
@@ -59,11 +59,13 @@ class Hybrid:
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
+        self._ready: dict[Key, Offer] = {}  # the host's own, made while a device still drafts
         self._made: dict[Key, tuple[int, int]] = {}  # of each newest draft: forced, device's
 
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """The best chain of each, cut where a further row costs more than it brings."""
-        own = [self._own(turn) for turn in turns]
+        ready, self._ready = self._ready, {}
+        own = [ready.get(turn.key) or self._own(turn) for turn in turns]
         mean = sum(sum(offer.survival) for offer in own) / len(own)
         self._learn_worth(mean, len(own), self._masked)
         offers = [self._offer(turn, offer) for turn, offer in zip(turns, own, strict=True)]
@@ -77,6 +79,10 @@ class Hybrid:
             for turn, offer, length in zip(turns, offers, lengths, strict=True)
         ]
 
+    def prepare(self, turns: Sequence[Turn]) -> None:
+        """See HostDrafts."""
+        self._ready = {turn.key: self._own(turn) for turn in turns}
+
     def look(self, turn: Turn, masked: bool) -> float:
         """See HostDrafts."""
         worth = sum(self._own(turn).survival)
@@ -86,7 +92,7 @@ class Hybrid:
     def _learn_worth(self, worth: float, count: int, masked: bool) -> None:
         """A guess of so many sequences was worth so much, in the mean."""
         known, of = self._worth[masked], max(self._count, 1)
-        part = min(count / (of if of <= FEW else RECENT), 1.0)
+        part = min(count / (of if of == 1 else RECENT), 1.0)
         self._worth[masked] = known + part * (worth - known)
 
     def observe(self, key: Key, verified: int, matched: int) -> None:

@@ -43,6 +43,10 @@ class Traced:
         told.extend(self._sources.get(key, ())[:matched])
         self._inner.observe(key, verified, matched)
 
+    def prepare(self, turns: Sequence[Turn]) -> None:
+        """The other one does."""
+        self._inner.prepare(turns)
+
     def look(self, turn: Turn, masked: bool) -> float:
         """What the other one sees."""
         return self._inner.look(turn, masked)

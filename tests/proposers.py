@@ -27,6 +27,9 @@ class OneByOne:
     def observe(self, key: Key, verified: int, matched: int) -> None:
         assert 0 <= matched <= verified
 
+    def prepare(self, turns: Sequence[Turn]) -> None:
+        pass
+
     def look(self, turn: Turn, masked: bool) -> float:
         return 0.0
 

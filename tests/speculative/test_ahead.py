@@ -109,11 +109,10 @@ def test_guesses_of_the_host_make_steps_wait_while_they_are_worth_it():
     assert found.count(0) <= 2 * TRIAL
 
 
-def test_a_draft_of_the_device_that_is_far_from_paying_sleeps_but_not_for_prompts():
+def test_a_draft_of_the_device_that_is_far_from_paying_sleeps():
     ahead = Ahead(0.002, True)
     how = {"free": 1.0, "waits": 3.0, "token": 0.1}
     assert ASLEEP not in run(ahead, DREAM, Load(32), [0.3] * 8, 0.0, 7, **how)
     found = run(ahead, 2000, Load(32), [0.3] * 8, 0.0, 7, **how)
     assert found.count(ASLEEP) > 0.9 * len(found)
     assert max(found) > 0  # it is tried all the same
-    assert ASLEEP not in run(ahead, TRIAL, Load(32, beside=100), [0.3] * 8, 0.0, 7, **how)
