@@ -22,7 +22,9 @@ FIRST = 8  # steps at the start that draft nothing: they tell what a step costs 
 LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
 KEEP = 4  # steps that a decision for one sequence holds, if nothing else changes
-TRIAL = 6  # steps that the other way is tried for; the first two tell nothing
+# Steps that the other way is tried for; the first two tell nothing.  Running ahead of many that
+# waited takes longer to show what it gives, and costs little.
+TRIAL, LONG = 6, 16
 # Steps from one trial to the next, each time LATER times as many.  Many sequences that nobody has
 # guessed for cost several steps' time to begin with.
 SOON, LATER, SELDOM = 64, 4, 4096
@@ -97,7 +99,7 @@ class Ahead:
         else:
             found, near = self._of_one(chances, worth, load, most)
         if self._due(load.rows):
-            self._rest = TRIAL - 1
+            self._rest = (LONG if load.rows > 1 and found != FREE else TRIAL) - 1
             self._trial = FREE if found != FREE else max(
                 self._best(chances, worth, load, most)[0], min(1, most))
             return self._trial
@@ -159,7 +161,8 @@ class Ahead:
             if (length := place + 1) not in LENGTHS:
                 continue
             rate = base + max(gained, worth) * count
-            rate /= self._waited(count * (1 + length) + beside) + token * length
+            rows = int(count * (1 + max(length, worth)))
+            rate /= self._waited(rows + beside) + token * length
             chain = max(chain, rate)
             if rate > best:
                 best, found = rate, length

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 FADE = 1 - 1 / 128  # what a step's count becomes with each later one of its kind
 ENOUGH = 4  # steps of a kind that tell something
-GAIN = 1.02  # waiting must give so much more
+GAIN = 1.1  # waiting must give so much more: who just ran ahead has not come to its pace
 
 
 @dataclass(slots=True)
