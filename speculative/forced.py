@@ -7,7 +7,7 @@ is counted.
 
 from __future__ import annotations
 
-from engine.proposer import Key, Turn
+from engine.proposer import Turn
 
 STEADY = 200.0  # tokens that the estimate reaches back
 FIRST = 0.9  # of a token nothing is known about
@@ -20,27 +20,12 @@ class ForcedDrafts:
 
     def __init__(self) -> None:
         self._right, self._seen = FIRST * 10, 10.0
-        self._runs: dict[Key, tuple[int, list[int]]] = {}  # tokens before a run, and the run
 
     def guess(self, turn: Turn, limit: int) -> tuple[list[int], list[float]]:
         """The tokens, at most `limit`, and each one's chance to be reached and right."""
-        tokens = self._run(turn)[:limit]
+        tokens = turn.forced()[:limit]
         share = self._right / self._seen
         return tokens, [share ** (place + 1) for place in range(len(tokens))]
-
-    def _run(self, turn: Turn) -> list[int]:
-        """What must come; a grammar that was asked for a long run need not be for its rest."""
-        before, run = self._runs.get(turn.key, (0, []))
-        done = len(turn.tokens) - before
-        if 0 < done < len(run) and run[:done] == list(turn.tokens[before:]):
-            return run[done:]
-        run = turn.forced()
-        self._runs[turn.key] = len(turn.tokens), run
-        return run
-
-    def forget(self, key: Key) -> None:
-        """The sequence ended."""
-        self._runs.pop(key, None)
 
     def observe(self, verified: int, matched: int) -> None:
         """Of the last guess the target looked at `verified` tokens, and `matched` were right."""

@@ -121,8 +121,6 @@ class Hybrid:
     def forget(self, key: Key) -> None:
         """The sequence ended."""
         self._made.pop(key, None)
-        if self._forced is not None:
-            self._forced.forget(key)
         if self._suffix is not None:
             self._suffix.forget(key)
 

@@ -39,6 +39,7 @@ class Masks:
             self._open[-1] = (1 << vocab % 32) - 1
         self._rows = np.empty((rows, words), dtype=np.int32)
         self._rows[:] = self._open
+        self._bits = self._rows.view(np.uint32)
         self._tensor = torch.from_numpy(self._rows)
         self._used: list[slice] = []  # rows that are not open now
         self._alone = llguidance.LLExecutor(num_threads=1)
@@ -57,6 +58,8 @@ class Masks:
         self._used.clear()
         self.legal.clear()
         fresh: list[Request] = []
+        judges: list[State] = []  # who judged each request's last rows
+        lone: list[tuple[int, int]] = []  # a row, and the only token that is legal there
         for row, state, drafts in requests:
             span = slice(row, row + len(drafts) + 1)
             assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
@@ -64,13 +67,39 @@ class Masks:
             self._used.append(span)
             legal = state.valid_prefix(drafts) if drafts else 0
             self.legal.append(legal)
-            if not self._recall(row, state, drafts[:legal]):
-                fresh.append((row, state, drafts[:legal]))
+            request = self._behind(row, state, drafts[:legal], lone)
+            judges.append(state if request is None else request[1])
+            if request is not None and not self._recall(*request):
+                fresh.append(request)
+        if lone:
+            at, tokens = np.array(lone).T
+            self._bits[at, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
         self._compute(fresh)
-        self._close_broken(requests)
+        self._close_broken(judges)
         for row, state, drafts in fresh:
             self._remember(row, state, drafts)
         return self._tensor if rows is None else self._tensor[:rows]
+
+    def _behind(
+        self, row: int, state: State, drafts: Sequence[int], lone: list[tuple[int, int]]
+    ) -> Request | None:
+        """A request but for what must come, whose rows go to `lone`; None = nothing is left.
+
+        Where a text is forced a mask is one token, so it needs no computing.
+        """
+        run = state.forced()
+        same = 0
+        while same < min(len(run), len(drafts)) and run[same] == drafts[same]:
+            same += 1
+        if same < min(len(run), len(drafts)):  # the same text cut otherwise
+            return row, state, drafts
+        lone += zip(range(row, row + same + 1), run, strict=False)
+        if same < len(run):
+            return None
+        if same:
+            state = state.clone()
+            state.accept_all(run)
+        return row + same, state, drafts[same:]
 
     def _compute(self, fresh: Sequence[Request]) -> None:
         """Compute all rows of these requests, whose drafts are legal, in one native call.
@@ -106,9 +135,9 @@ class Masks:
             self._pad = (self._pad + 1) % self._vocab
         return []
 
-    def _close_broken(self, requests: Sequence[Request]) -> None:
+    def _close_broken(self, judges: Sequence[State]) -> None:
         """Zero the rows of matchers that hit a limit: llguidance allows a stop id in them."""
-        for i, (_, state, _) in enumerate(requests):
+        for i, state in enumerate(judges):
             if state.broken:
                 self._rows[self._used[i]] = 0
                 self.legal[i] = 0

@@ -67,7 +67,8 @@ class GrammarRefused(Exception):
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_lexical", "_past", "_prose", "_vocabulary", "matcher", "prose_masks", "steps")
+    __slots__ = ("_lexical", "_past", "_prose", "_run", "_unforced", "_vocabulary", "matcher",
+                 "prose_masks", "steps")  # fmt: skip
 
     def __init__(
         self,
@@ -83,6 +84,8 @@ class State:
         self._prose = prose  # None: not in free text
         self._past: Past | None = None  # a linked list, as clones share it
         self._lexical = bytearray(1)  # behind each token, after what it was at the start
+        self._run: list[int] = []  # what is known of the tokens that must come, the next one last
+        self._unforced = -1  # steps at which nothing was
 
     def accept(self, token: int) -> bool:
         """Take one token; False, and nothing changes, when it is illegal or a stop id."""
@@ -101,6 +104,8 @@ class State:
 
     def _note(self, token: int) -> None:
         """The matcher moved over a token."""
+        if self._run and self._run.pop() != token:
+            self._run = []
         if self._prose is None:
             self._lexical.append(self._vocabulary.lexical(self._lexical[-1], token))
         else:
@@ -121,6 +126,7 @@ class State:
             rolled = self.matcher.rollback(count)
             assert rolled, self.matcher.get_error()
             self.steps -= count
+            self._run, self._unforced = [], -1
             del self._lexical[-count:]
             while self._past and self._past[0] >= self.steps:
                 _, self._prose, self._past = self._past
@@ -145,8 +151,14 @@ class State:
         return self._lexical[-1]
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as the tokenizer itself would cut them; often none."""
-        return [] if self.finished else list(self.matcher.compute_ff_tokens())
+        """The tokens that must come next, as the tokenizer itself would cut them; often none.
+
+        As long as there are some the mask holds the first of them alone.
+        """
+        if not self._run and self._unforced != self.steps:
+            self._run = [] if self.finished else self.matcher.compute_ff_tokens()[::-1]
+            self._unforced = -1 if self._run else self.steps
+        return self._run[::-1]
 
     @property
     def finished(self) -> bool:
@@ -182,6 +194,7 @@ class State:
         other = State(self.matcher.deep_copy(), self._vocabulary, self._prose, self.prose_masks)
         other.steps, other._past = self.steps, self._past
         other._lexical = self._lexical.copy()
+        other._run, other._unforced = self._run.copy(), self._unforced
         return other
 
 

@@ -15,6 +15,8 @@ import engine.grammar.masks
 from engine.grammar.masks import Masks, Request
 from engine.grammar.matcher import Compiler, State
 from engine.messages import Grammar
+from tests.engine.test_closing import SCHEMAS
+from tests.engine.test_closing_planner import lark
 from tests.engine.test_matcher import AB, AB_TEXT, AUTO, of_schema
 from tests.schemas import merged_tokenizer_json
 from tests.scripted import EOS, byte_tokenizer_json
@@ -170,10 +172,11 @@ def test_a_step_makes_one_native_call_and_none_when_all_is_known(calls: list[str
     done.accept_all(AB_TEXT)
     plain, drafted = NATIVE
     steps: list[tuple[list[Request], list[str]]] = [
-        ([(0, start(), right), (4, start(), []), (5, start(), wrong), (8, done, [])], [drafted]),
-        ([(0, start(), []), (1, start(), wrong), (4, done, [])], [plain]),
-        ([(0, start(), right), (4, start(), right)], [drafted]),
-        ([(0, compiler.compile(prose).start(), [97, 98])], [drafted]),
+        # What must come needs no call: only the end of it is not known before.
+        ([(0, start(), right), (4, start(), []), (5, start(), wrong), (8, done, [])], [plain]),
+        ([(0, start(), []), (1, start(), wrong)], []),
+        ([(0, start(), right), (4, start(), list(AB_TEXT))], [drafted]),
+        ([(0, compiler.compile(prose).start(), [97, 98]), (3, start(), [])], [drafted]),
         ([(0, compiler.compile(prose).start(), [97, 98])], []),
         ([(0, compiler.compile(prose).start(), [97]), (2, done, [])], [plain]),
         ([], []),
@@ -197,7 +200,7 @@ def test_a_broken_matcher_closes_its_own_rows_only(calls: list[str]) -> None:
         calls.clear()
         got = masks.fill([(1, state, drafts), *around], rows=9).numpy()
         assert state.broken and (got == wanted).all()
-        assert masks.legal == [0, *legal] and calls == [NATIVE[1]]
+        assert masks.legal == [0, *legal] and len(calls) == 1
 
 
 def test_a_state_in_which_every_token_is_legal_is_open_beside_drafts(calls: list[str]) -> None:
@@ -211,3 +214,28 @@ def test_a_state_in_which_every_token_is_legal_is_open_beside_drafts(calls: list
     assert rows.flatten().tolist() == [7, 7, 7, 7, 7, 0, 7, 7]
     assert calls == [NATIVE[1]] and masks.legal == [2, 0, 0]
     assert state.accepting and not state.finished and state.accept(1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_a_text_is_forced_a_mask_is_its_next_token_alone(seed: int) -> None:
+    """That rows need no computing there is llguidance's way, and to be seen with each version."""
+    text, size = merged_tokenizer_json(w.replace(" ", "Ġ") for w in WORDS)
+    compiler, chance, forced = Compiler(text, size, [EOS]), random.Random(seed), 0
+    mask = np.zeros((1, (size + 31) // 32), dtype=np.int32)
+
+    def legal(state: State) -> list[int]:
+        fill_next_token_bitmask(state.matcher, mask)
+        return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+    for schema in SCHEMAS.values():
+        state = compiler.compile(lark(schema)).start()
+        for _ in range(30):
+            walker = state.clone()
+            for token in state.forced():
+                assert legal(walker) == [token]
+                assert walker.accept(token)
+                forced += 1
+            choice = [token for token in legal(state) if token not in compiler.vocabulary.stops]
+            if not choice or not state.accept(chance.choice(choice)):
+                break
+    assert forced > 100

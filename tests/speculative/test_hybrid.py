@@ -133,23 +133,3 @@ def test_the_device_is_believed_as_far_as_it_was_right_place_by_place() -> None:
     assert first > 0.9 and second < 0.1 and third == DEVICE[2]
     dear = hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
     assert dear[0].tokens[:1] == [50]
-
-
-def test_a_grammar_is_asked_once_for_a_run_and_again_where_the_text_left_it() -> None:
-    drafts, asked = ForcedDrafts(), []
-
-    def forced(run):
-        return lambda: asked.append(run) or run
-
-    def guess(tokens, run):
-        return drafts.guess(Turn(("r", 0), tokens, 2, 8, None, b"", forced(run)), 3)[0]
-
-    run = [5, 6, 7, 8]
-    assert guess([1, 2], run) == [5, 6, 7]
-    assert guess([1, 2, 5, 6], [9]) == [7, 8]
-    assert asked == [run]
-    assert guess([1, 2, 5, 6, 7, 8], [9]) == [9]  # it is over
-    assert guess([1, 2, 5, 6, 7, 8, 4], [3, 3]) == [3, 3]  # another token came
-    drafts.forget(("r", 0))
-    assert guess([1, 2, 5, 6, 7, 8, 4, 3], [7]) == [7]
-    assert asked == [run, [9], [3, 3], [7]]
