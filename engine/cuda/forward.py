@@ -18,6 +18,7 @@ from engine.cuda.picks import INVARIANT, Picks
 from engine.cuda.plain import Plain, Written
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import (
+    FEW,
     SHORT,
     fill_chunks,
     fill_short,
@@ -202,6 +203,8 @@ class Forward:
     def _fill_plain(self, at: dict[str, Ints], plain: Plain) -> None:
         """Write the tokens of the first rows."""
         many, slots, tokens = plain.count, plain.slots, plain.tokens
+        if not many:
+            return
         at["positions"][:many] = at["start"][:many] = plain.starts
         at["kv"][:many], at["slot"][:many] = plain.kv, slots
         if tokens is None:
@@ -240,9 +243,15 @@ class Forward:
         at["kv"][first:end] = ids * size + inner
 
     def _check_items(self, starts: Ints, counts: Ints, room: int) -> None:
-        short = counts <= SHORT
-        splits = (starts[short] + counts[short]) // self.limits.split + 1
-        wanted = int((splits * -(-counts[short] // self._tile)).sum())
+        split, tile = self.limits.split, self._tile
+        if len(counts) <= FEW:  # a loop is quicker
+            each = zip(starts.tolist(), counts.tolist(), strict=True)
+            wanted = sum(((start + count) // split + 1) * -(-count // tile)
+                         for start, count in each if count <= SHORT)
+        else:
+            short = counts <= SHORT
+            splits = (starts[short] + counts[short]) // split + 1
+            wanted = int((splits * -(-counts[short] // tile)).sum())
         if wanted > room:
             raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
 

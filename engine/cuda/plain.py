@@ -34,6 +34,10 @@ class Plain(msgspec.Struct, frozen=True, gc=False):
         return len(self.slots)
 
 
+_EMPTY: Ints = np.zeros(0, dtype=np.int32)
+NONE = Plain(False, _EMPTY, _EMPTY, _EMPTY, _EMPTY, None)  # a plan that begins with another row
+
+
 def plain(rows: list[Row], places: list[Place], ids: Ints, size: int) -> Plain:
     """The first rows of a plan, up to a chunk or a verification.
 
@@ -44,6 +48,8 @@ def plain(rows: list[Row], places: list[Place], ids: Ints, size: int) -> Plain:
         if row.count != 1 or not row.last:
             break
         count += 1
+    if not count:
+        return NONE
     whole = count == len(rows)
     if not whole:
         rows, places = rows[:count], places[:count]

@@ -148,16 +148,17 @@ class Settling:
         at = self._buckets[size].hosts[number]
         columns = np.empty((4, groups), dtype=np.int32)
         columns[:, first:] = wanted.columns
-        columns[0, :first], columns[1, :first] = plain.slots, np.arange(first)
-        columns[2, :first] = plain.starts + 1
-        columns[3, :first] = plain.least - columns[2, :first]
+        if first:
+            columns[0, :first], columns[1, :first] = plain.slots, self._numbers[:first]
+            columns[2, :first] = plain.starts + 1
+            columns[3, :first] = plain.least - columns[2, :first]
         sizes = np.ones(groups, dtype=np.int32)
         sizes[first:] = wanted.sizes
         if wanted.drafts:
             columns = columns.repeat(sizes, axis=1)
         offset = at["offset"][:count]
         begins = np.cumsum(sizes) - sizes
-        np.subtract(np.arange(count), begins.repeat(sizes), out=offset, casting="unsafe")
+        np.subtract(self._numbers[:count], begins.repeat(sizes), out=offset, casting="unsafe")
         at["slot"][:count], at["first"][:count] = columns[0], columns[1]
         np.add(columns[1], offset, out=at["picked"][:count])
         np.add(columns[2], offset, out=at["position"][:count])
