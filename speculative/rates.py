@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 FADE = 1 - 1 / 128  # what a step's count becomes with each later one of its kind
 ENOUGH = 4  # steps of a kind that tell something
+SIZES = 16  # powers of two that are looked through
 GAIN = 1.1  # waiting must give so much more: who just ran ahead has not come to its pace
 
 
@@ -39,9 +40,14 @@ class Rates:
         found.steps += 1
 
     def waiting(self, sequences: int) -> float | None:
-        """How many times the tokens of running ahead waiting gives, or None: not known."""
+        """How many times the tokens of running ahead waiting gives, or None: not known.
+
+        Where one way was not seen at this size, both are taken from the nearest at which they were.
+        """
         size = sequences.bit_length()
-        free, wait = self._sums.get((size, False)), self._sums.get((size, True))
-        if free is None or wait is None or min(free.steps, wait.steps) < ENOUGH:
-            return None
-        return wait.rate / free.rate
+        for away in range(SIZES):
+            for near in (size - away, size + away):
+                free, wait = self._sums.get((near, False)), self._sums.get((near, True))
+                if free is not None and wait is not None and min(free.steps, wait.steps) >= ENOUGH:
+                    return wait.rate / free.rate
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,6 +72,30 @@ class OracleDrafts(OneByOne):
         rest = self.answers.get(turn.key, [])[done : done + turn.limit]
         cut = self.random.randint(0, len(rest)) if self.random.random() < 0.3 else len(rest)
         return Draft(rest[:cut])
+
+
+class Steered(OracleDrafts):
+    """Says of each step what `say` gives; notes how many it is asked for, and lengths of looks."""
+
+    def __init__(
+        self, answers: dict[tuple[str, int], list[int]], say: Callable[[], int], worth: float = 0.0
+    ) -> None:
+        super().__init__(answers)
+        self.say, self.worth = say, worth
+        self.asked: list[int] = []
+        self.looks: list[int] = []
+
+    def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
+        self.asked.append(len(turns))
+        return super().propose(turns, beside)
+
+    def look(self, turn: Turn, masked: bool) -> float:
+        self.looks.append(len(turn.tokens))
+        return self.worth
+
+    def ahead(self, load: Load, most: int) -> int:
+        assert most == 0  # no device drafts
+        return self.say()
 
 
 class AdversarialDrafts(OracleDrafts):

@@ -5,16 +5,19 @@ The CPU runner at depth 1 keeps to a GPU's rule: the host learns a step's tokens
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
 import pytest
 import torch
 
+from engine.guessing import MOST_WAIT
 from engine.messages import Abort, Grammar, Pause, Resume, Sampling, Submit
+from engine.proposer import FREE
 from engine.runner import StepTooLarge
 from tests.driver import Run, answers, make
-from tests.proposers import OracleDrafts, RandomHead
+from tests.proposers import RandomHead, Steered
 from tests.scripted import EOS
 from tests.tiny import write_llama
 
@@ -244,36 +247,44 @@ def test_drafts_of_the_device_keep_the_loop_at_depth_0(folder):
     assert answers(engine, ask) == expected
 
 
-def test_who_has_drafts_of_the_host_waits_for_them_and_the_others_run_ahead(folder):
-    drafted, plain = (Submit(name, prompt(30, i), 40, GREEDY) for i, name in enumerate("dp"))
-    expected = answers(make(folder), drafted) | answers(make(folder), plain)
+@pytest.mark.parametrize("way", ["free", "waits", "either"])
+def test_all_wait_for_drafts_of_the_host_or_all_run_ahead(folder, way):
+    asks = [Submit(name, prompt(30, i), 40, GREEDY) for i, name in enumerate("dp")]
+    expected, chance = answers(make(folder), *asks), random.Random(2)
     known = {key: tokens for key, tokens in expected.items() if key[0] == "d"}
-    engine = make(folder, depth=1, drafts=OracleDrafts(known), max_drafts=4)
-    ahead, launch = dict.fromkeys("dp", 0), engine.runner.launch
+    host = Steered(known, {"free": lambda: FREE, "waits": lambda: 0,
+                           "either": lambda: chance.choice([FREE, FREE, 0])}[way])  # fmt: skip
+    engine = make(folder, depth=1, drafts=host, max_drafts=4)
+    said, pending, ahead = [0], [], engine.guessing.ahead
 
-    def launched(plan):
+    def noted(plan, scheduler):
         for row in plan.rows:
-            ahead[row.seq.submit.id] += row.pending
-            assert not (row.pending and row.draft), "a draft from a token that is not known"
-        return launch(plan)
+            assert not row.pending or (said[-1] == FREE and not row.draft)
+            pending.append(row.pending > 0)
+        said.append(ahead(plan, scheduler))
+        return said[-1]
 
-    engine.runner.launch = launched
-    assert answers(engine, drafted, plain) == expected
-    assert ahead["p"] > 30 and ahead["d"] < 5
-    assert engine.guessing.accepted > 20 and engine.guessing.matched["oracle"] > 20
+    engine.guessing.ahead = noted
+    assert answers(engine, *asks) == expected
+    if way == "free":  # two at once, to the end: nobody is asked for, or looked at
+        assert sum(pending) == len(pending) - 2 and not host.asked and not host.looks
+    else:
+        assert engine.guessing.matched["oracle"] > 10 and 2 in host.asked
+        # Each one's last token may run ahead: no draft fits before it.
+        assert sum(pending) <= 2 if way == "waits" else sum(pending) > 20
 
 
-def test_a_sequence_without_a_guess_is_looked_at_less_and_less(folder):
-    class Silent(OracleDrafts):
-        asked = 0
-
-        def guess(self, turn):
-            self.asked += 1
-            return super().guess(turn)
-
-    ask, silent = Submit("r", prompt(30), 200, GREEDY), Silent({})
-    assert answers(make(folder, depth=1, drafts=silent), ask) == answers(make(folder), ask)
-    assert 10 < silent.asked < 30
+@pytest.mark.parametrize(("worth", "count"), [(0.0, 1), (2.0, 1), (0.0, 2)])
+def test_one_that_is_alone_is_looked_at_less_and_less_where_nothing_is_found(folder, worth, count):
+    asks = [Submit(f"r{i}", prompt(30, i), 200, GREEDY) for i in range(count)]
+    host = Steered({}, lambda: FREE, worth)
+    assert answers(make(folder, depth=1, drafts=host), *asks) == answers(make(folder), *asks)
+    gaps = [after - before for before, after in itertools.pairwise(host.looks)]
+    assert not host.asked and (count == 1 or not host.looks)
+    if worth:
+        assert len(gaps) > 190 and set(gaps) == {1}
+    elif count == 1:
+        assert gaps == sorted(gaps) and gaps[:2] == [2, 4] and gaps[-5:] == [MOST_WAIT + 1] * 5
 
 
 # ---- a step that the device has no room for ------------------------------------------------------

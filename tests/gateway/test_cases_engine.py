@@ -174,15 +174,15 @@ def test_case_a_a_schema_that_refers_to_itself_alone_is_refused_before_the_strea
 
 def breaking(at: int, monkeypatch) -> None:
     """The first matcher that is asked for its `at`-th token refuses it, and stays in its error."""
-    accept, broken = State.accept_all, []
+    accept, broken = State.accept, []
 
-    def refuse(self, tokens):
+    def refuse(self, token):
         if self.steps == at - 1 and len(broken) < 1:
             broken.append(self)
             assert not self.matcher.consume_token(0) and self.matcher.is_error()
-        return accept(self, tokens)
+        return accept(self, token)
 
-    monkeypatch.setattr(State, "accept_all", refuse)
+    monkeypatch.setattr(State, "accept", refuse)
 
 
 @pytest.mark.parametrize("more", [{}, MORE], ids=["plain", "stream"])

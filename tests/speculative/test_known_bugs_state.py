@@ -13,6 +13,7 @@ import pytest
 
 from engine.grammar.masks import Masks
 from engine.messages import Abort, Grammar, Sampling, Submit
+from engine.proposer import FREE
 from tests.driver import Run, answers, make
 from tests.exact import DRAWS, JSON, requests
 from tests.heads import Watched, eagle_of, one_thread
@@ -129,17 +130,25 @@ def test_a_preemption_at_each_step_leaves_the_answers(folder, truth, kind):
 
 
 class Moody(Eager):
-    """What it believes of rows changes with every step: now they are free, now beyond all price."""
+    """What it believes of rows changes with every step: now they are free, now beyond all price.
+
+    Whether the next step waits for it changes as often.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.chance, self.lengths = random.Random(4), set()
 
     def propose(self, turns, beside=0):
-        self._times._row = self.chance.choice([1e-9, 0.2, 0.8, 1e9])
+        row = self.chance.choice([1e-9, 0.2, 0.8, 1e9])
+        for ahead in self._ahead:
+            ahead.alone._row = row
         found = super().propose(turns, beside)
         self.lengths |= {len(draft.tokens) for draft in found}
         return found
+
+    def ahead(self, load, most):
+        return self.chance.choice([FREE, super().ahead(load, most)])
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -54,8 +54,9 @@ def test_an_engine_with_a_head_says_what_one_without_says(
     mine = ["forced", "suffix"] if method == "hybrid" else []
     assert engine.hello.draft_sources == [*mine, "eagle3"]
     engine.guessing.host.timed = lambda *given: None  # rows stay as cheap as believed
-    engine.guessing.host._ahead._turn = FIRST  # it has looked at steps without a chain
-    engine.guessing.host._times._row = 1e-9
+    for ahead in engine.guessing.host._ahead:
+        ahead._turn = FIRST  # it has looked at steps without a chain
+        ahead.alone._row = 1e-9
     submits = requests(draw, grammar, 2)
     assert answers(engine, *submits) == answers(make(model), *submits)
     assert engine.guessing.verified["eagle3"] > 0
