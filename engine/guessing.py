@@ -61,8 +61,11 @@ class Guessing:
         One whose newest token only the device knows cannot take a draft.  While steps run ahead of
         the host that is so of all; then one that is alone has it judged what a guess were worth.
         """
-        if self.host is None or (self._runs_ahead and len(scheduler.running) > 1):
+        if self.host is None:
             return
+        if self._runs_ahead and len(scheduler.running) > 1:
+            if any(seq.pending for seq in scheduler.running):
+                return
         found = self._asking(scheduler)
         asked = [seq for seq, _ in found if not seq.pending]
         turns = [_turn(seq, limit) for seq, limit in found if not seq.pending]

@@ -59,13 +59,14 @@ class Hybrid:
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
-        self._ready: dict[Key, Offer] = {}  # the host's own, made while a device still drafts
+        # The host's own, made while a device still drafts; by who, and how long the text was.
+        self._ready: dict[tuple[Key, int], Offer] = {}
         self._made: dict[Key, tuple[int, int]] = {}  # of each newest draft: forced, device's
 
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """The best chain of each, cut where a further row costs more than it brings."""
         ready, self._ready = self._ready, {}
-        own = [ready.get(turn.key) or self._own(turn) for turn in turns]
+        own = [ready.get((turn.key, len(turn.tokens))) or self._own(turn) for turn in turns]
         mean = sum(sum(offer.survival) for offer in own) / len(own)
         self._learn_worth(mean, len(own), self._masked)
         offers = [self._offer(turn, offer) for turn, offer in zip(turns, own, strict=True)]
@@ -81,7 +82,7 @@ class Hybrid:
 
     def prepare(self, turns: Sequence[Turn]) -> None:
         """See HostDrafts."""
-        self._ready = {turn.key: self._own(turn) for turn in turns}
+        self._ready = {(turn.key, len(turn.tokens)): self._own(turn) for turn in turns}
 
     def look(self, turn: Turn, masked: bool) -> float:
         """See HostDrafts."""

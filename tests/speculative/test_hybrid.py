@@ -133,3 +133,21 @@ def test_the_device_is_believed_as_far_as_it_was_right_place_by_place() -> None:
     assert first > 0.9 and second < 0.1 and third == DEVICE[2]
     dear = hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
     assert dear[0].tokens[:1] == [50]
+
+
+def test_what_was_prepared_is_proposed_and_nothing_of_it_for_a_text_that_went_on() -> None:
+    one, other, asked = Hybrid(FREE), Hybrid(FREE), []
+
+    def forced(run):
+        return lambda: asked.append(run) or run
+
+    def longer(run, more=()):
+        return Turn(("r", 0), [*TEXT, *more], len(TEXT), 8, None, b"", forced(run))
+
+    wanted = other.propose([longer([18, 19])])
+    asked.clear()
+    one.prepare([longer([18, 19])])
+    assert one.propose([longer([9])]) == wanted and asked == [[18, 19]]
+    one.prepare([longer([18, 19])])
+    (draft,) = one.propose([longer([7], more=[18])])
+    assert draft.tokens[0] == 7
