@@ -50,8 +50,10 @@ class Hybrid:
         `piped`: the device may run a step ahead of the host, when nothing is to be proposed.
         """
         self.sources = tuple(sources)
-        # Of steps in which most have no grammar, and of those in which most have one.
-        self._ahead = Ahead(row, piped), Ahead(row, piped)
+        # Of steps in which most have no grammar, and of those in which most have one: where a step
+        # is timed from result to result, masks are most of its time.
+        one = Ahead(row, piped)
+        self._ahead = one, Ahead(row, piped) if piped else one
         self._worth = [0.0, 0.0]  # tokens that a guess of the host's was right for, in the mean
         self._masked = False  # the step that is coming
         self._count = 1  # sequences of it that decode

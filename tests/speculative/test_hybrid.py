@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.proposer import Turn
+from engine.proposer import Load, Ran, Turn
 from speculative.forced import ForcedDrafts
 from speculative.hybrid import DEVICE, Hybrid
 
@@ -151,3 +151,15 @@ def test_what_was_prepared_is_proposed_and_nothing_of_it_for_a_text_that_went_on
     one.prepare([longer([18, 19])])
     (draft,) = one.propose([longer([7], more=[18])])
     assert draft.tokens[0] == 7
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_steps_with_grammars_are_timed_apart_only_where_the_host_is_timed_too(piped: bool) -> None:
+    """A step's own time knows no masks: what is learned of one kind holds for the other."""
+    made = Hybrid(FREE, piped=piped)
+    for rows in (1, 9):  # a row more costs as much as the first
+        made.timed(Ran(rows, rows * 0.01))
+    for masked in (False, True):
+        made.ahead(Load(1, masked=masked), 0)
+        (draft,) = made.propose([turn(forced=[18, 19])])
+        assert bool(draft.tokens) == (piped and masked)

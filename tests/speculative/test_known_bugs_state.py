@@ -159,7 +159,7 @@ def test_a_length_that_changes_with_every_step_changes_no_answer(folder, truth, 
     for turn in range(2):
         again = [msgspec.structs.replace(one, session=b"s" * 16) for one in asks]
         assert answers(engine, *again) == expected(truth, asks), turn
-    assert {0, 1, 2} < engine.guessing.host.lengths
+    assert 0 in engine.guessing.host.lengths and len(engine.guessing.host.lengths) > 3
 
 
 def test_a_head_drafts_behind_steps_without_drafts_as_if_there_were_none(folder):
