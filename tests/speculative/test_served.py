@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engine.config import BadConfig, EngineConfig
+from engine.config import DEFAULTS, BadConfig, EngineConfig
 from engine.proposer import proposer
 from speculative import PROPOSERS
 from speculative.hybrid import Hybrid
@@ -32,11 +32,12 @@ def test_every_method_is_made_by_its_name(method: str) -> None:
     assert made(json.dumps(config)).source == "hybrid"
 
 
-def test_the_number_of_tokens_is_the_engines_and_follows_the_device_when_it_is_left_out() -> None:
+def test_the_number_of_tokens_is_the_engines_and_the_devices_when_it_is_left_out() -> None:
     given = configured(EngineConfig(model="m", speculative='{"num_speculative_tokens": 5}'))
     assert given.resolved("cpu").max_drafts == given.resolved("cuda").max_drafts == 5
     left = configured(EngineConfig(model="m"))
-    assert (left.resolved("cpu").max_drafts, left.resolved("cuda").max_drafts) == (15, 7)
+    for kind in ("cpu", "cuda"):
+        assert left.resolved(kind).max_drafts == DEFAULTS[kind].max_drafts != 5
 
 
 @pytest.mark.parametrize(
