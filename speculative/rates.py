@@ -7,6 +7,7 @@ about the same number of sequences, and neither is believed for long without bei
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 FADE = 1 - 1 / 128  # what a step's count becomes with each later one of its kind
@@ -48,6 +49,10 @@ class Rates:
         for away in range(SIZES):
             for near in (size - away, size + away):
                 free, wait = self._sums.get((near, False)), self._sums.get((near, True))
-                if free is not None and wait is not None and min(free.steps, wait.steps) >= ENOUGH:
+                if free is None or wait is None or min(free.steps, wait.steps) < ENOUGH:
+                    continue
+                if free.tokens:  # of steps that ran ahead of answers' ends nothing may have come
                     return wait.rate / free.rate
+                if wait.tokens:
+                    return math.inf
         return None

@@ -116,7 +116,6 @@ class Chaining:
 
         None: the draft sleeps.
         """
-        self.known.follow(plan.fresh, plan.copies)
         if plan.asleep:
             self.known.slept(self._forward.host_slots[: plan.tokens])
             return None
@@ -197,7 +196,9 @@ class Chaining:
             self._fill(at, GROUP, many, size)
         longest = max(limits, default=0)
         depth = bucket(self.depths, longest) if longest else 0
-        return size, 0 if (size, depth) in self._full else depth
+        while depth and (size, depth) in self._full:  # a shorter one may have room
+            depth = max((one for one in self.depths if one < depth), default=0)
+        return size, depth
 
     def _stage_joined(
         self, at: dict[str, Ints], rows: list[Row], starts: Ints, slots: Ints

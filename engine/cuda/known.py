@@ -23,11 +23,11 @@ class Known:
         self._gaps = False  # there ever was one
 
     def follow(self, fresh: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """These blocks were handed out anew, and then some copied (from, to)."""
+        """Some blocks were copied (from, to), in order; then these were handed out anew."""
+        for source, target in copies:  # first: a source may be handed out in the same plan
+            self._from[target] = self._from[source]
         if self._gaps and fresh:
             self._from[fresh] = 0
-        for source, target in copies:
-            self._from[target] = self._from[source]
 
     def slept(self, slots: Ints) -> None:
         """No rows were made of the tokens in these page slots; of a block the last comes last."""

@@ -163,6 +163,8 @@ class CudaRunner:
             self.pages.copy(source, target)
             if self._draft is not None:
                 self._draft.copy(source, target)
+        if self.chaining is not None:
+            self.chaining.known.follow(plan.fresh, plan.copies)
         places = self.slots.placed(plan.rows)
         self.slots.upload()
         even = plain(plan.rows, places, self.slots.ids, self.pages.size)

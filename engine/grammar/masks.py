@@ -65,41 +65,48 @@ class Masks:
             assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
             self._rows[span] = 0
             self._used.append(span)
-            legal = state.valid_prefix(drafts) if drafts else 0
+            valid = state.valid_prefix(drafts) if drafts else 0
+            legal, request = self._walked(row, state, drafts[:valid], lone)
             self.legal.append(legal)
-            request = self._behind(row, state, drafts[:legal], lone)
             judges.append(state if request is None else request[1])
             if request is not None and not self._recall(*request):
                 fresh.append(request)
-        if lone:
-            at, tokens = np.array(lone).T
-            self._bits[at, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
         self._compute(fresh)
+        if lone:  # also in place of what was computed
+            at, tokens = np.array(lone).T
+            self._rows[at] = 0
+            self._bits[at, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
         self._close_broken(judges)
         for row, state, drafts in fresh:
             self._remember(row, state, drafts)
         return self._tensor if rows is None else self._tensor[:rows]
 
-    def _behind(
+    def _walked(
         self, row: int, state: State, drafts: Sequence[int], lone: list[tuple[int, int]]
-    ) -> Request | None:
-        """A request but for what must come, whose rows go to `lone`; None = nothing is left.
+    ) -> tuple[int, Request | None]:
+        """How many drafts are legal, and what must be computed: from the first row that is not
+        forced on; None = nothing.  Forced rows go to `lone`, whatever lies between.
 
-        Where a text is forced a mask is one token, so it needs no computing.
+        Where a text is forced a mask is one token, so it needs no computing; another cut of that
+        text is no way to go on.
         """
-        run = state.forced()
-        same = 0
-        while same < min(len(run), len(drafts)) and run[same] == drafts[same]:
-            same += 1
-        if same < min(len(run), len(drafts)):  # the same text cut otherwise
-            return row, state, drafts
-        lone += zip(range(row, row + same + 1), run, strict=False)
-        if same < len(run):
-            return None
-        if same:
-            state = state.clone()
-            state.accept_all(run)
-        return row + same, state, drafts[same:]
+        walker, first = state, -1
+        start = state
+        for place, token in enumerate(drafts):
+            if (only := walker.only) is not None:
+                lone.append((row + place, only))
+                if only != token:
+                    return place, (row + first, start, drafts[first:place]) if first >= 0 else None
+            elif first < 0:
+                first, start = place, walker
+            if walker is start or walker is state:
+                walker = walker.clone()  # neither is moved
+            walker.accept(token)
+        if (only := walker.only) is not None:
+            lone.append((row + len(drafts), only))
+        elif first < 0:
+            first, start = len(drafts), walker
+        return len(drafts), (row + first, start, drafts[first:]) if first >= 0 else None
 
     def _compute(self, fresh: Sequence[Request]) -> None:
         """Compute all rows of these requests, whose drafts are legal, in one native call.

@@ -67,8 +67,8 @@ class GrammarRefused(Exception):
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_lexical", "_past", "_prose", "_run", "_unforced", "_vocabulary", "matcher",
-                 "prose_masks", "steps")  # fmt: skip
+    __slots__ = ("_lexical", "_past", "_prose", "_run", "_vocabulary", "matcher", "prose_masks",
+                 "steps")  # fmt: skip
 
     def __init__(
         self,
@@ -84,28 +84,43 @@ class State:
         self._prose = prose  # None: not in free text
         self._past: Past | None = None  # a linked list, as clones share it
         self._lexical = bytearray(1)  # behind each token, after what it was at the start
-        self._run: list[int] = []  # what is known of the tokens that must come, the next one last
-        self._unforced = -1  # steps at which nothing was
+        self._run: list[int] | None = None  # the tokens that must come, see _forced; not asked yet
 
     def accept(self, token: int) -> bool:
         """Take one token; False, and nothing changes, when it is illegal or a stop id."""
-        if not self._vocabulary.legible(token) or not self.matcher.try_consume_tokens([token]):
+        if not self._vocabulary.legible(token):
             return False
+        run = self._forced()
+        if not self.matcher.try_consume_tokens([token]):
+            return False
+        if run and run.pop() != token:
+            run.clear()
         self._note(token)
+        if not run:
+            self._run = None
+            self._forced()
         return True
 
     def accept_all(self, tokens: Sequence[int]) -> int:
         """Take tokens up to the first illegal one or stop id; return how many."""
-        words = self._vocabulary.words(tokens)
-        taken: int = self.matcher.try_consume_tokens(words)
-        for word in words[:taken]:
-            self._note(word)
-        return taken
+        for taken, token in enumerate(tokens):
+            if not self.accept(token):
+                return taken
+        return len(tokens)
+
+    def _forced(self) -> list[int]:
+        """What must come, the next token last.
+
+        Where the tokenizer would cut a text depends on where it begins.  So a run is kept from
+        where its text became forced, and is asked for there by whoever comes by: what is forced
+        then is a function of the tokens that were taken, not of the steps they came in.
+        """
+        if self._run is None:
+            self._run = [] if self.finished else self.matcher.compute_ff_tokens()[::-1]
+        return self._run
 
     def _note(self, token: int) -> None:
         """The matcher moved over a token."""
-        if self._run and self._run.pop() != token:
-            self._run = []
         if self._prose is None:
             self._lexical.append(self._vocabulary.lexical(self._lexical[-1], token))
         else:
@@ -126,7 +141,7 @@ class State:
             rolled = self.matcher.rollback(count)
             assert rolled, self.matcher.get_error()
             self.steps -= count
-            self._run, self._unforced = [], -1
+            self._run = None
             del self._lexical[-count:]
             while self._past and self._past[0] >= self.steps:
                 _, self._prose, self._past = self._past
@@ -155,10 +170,13 @@ class State:
 
         As long as there are some the mask holds the first of them alone.
         """
-        if not self._run and self._unforced != self.steps:
-            self._run = [] if self.finished else self.matcher.compute_ff_tokens()[::-1]
-            self._unforced = -1 if self._run else self.steps
-        return self._run[::-1]
+        return self._forced()[::-1]
+
+    @property
+    def only(self) -> int | None:
+        """The next token, where it must come; then the mask holds no other."""
+        run = self._forced()
+        return run[-1] if run else None
 
     @property
     def finished(self) -> bool:
@@ -194,7 +212,7 @@ class State:
         other = State(self.matcher.deep_copy(), self._vocabulary, self._prose, self.prose_masks)
         other.steps, other._past = self.steps, self._past
         other._lexical = self._lexical.copy()
-        other._run, other._unforced = self._run.copy(), self._unforced
+        other._run = None if self._run is None else self._run.copy()
         return other
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,3 +240,32 @@ def test_where_a_text_is_forced_a_mask_is_its_next_token_alone(seed: int) -> Non
             if not choice or not state.accept(chance.choice(choice)):
                 break
     assert forced > 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_legal_does_not_know_in_which_steps_the_text_came(seed: int) -> None:
+    """A tokenizer may cut a text otherwise where it begins in the middle of it: a word of one
+    character that spans several tokens, here of words that overlap."""
+    words = ["ab", "abc", "bc", "bca", "ca", "cab", "xa", '{"', '": "']
+    text, size = merged_tokenizer_json(w.replace(" ", "Ġ") for w in words)
+    compiler, chance = Compiler(text, size, [EOS]), random.Random(seed)
+    masks, rows = Masks(size, 128), 0
+    for _ in range(30):
+        ends = "".join(chance.choice("abcx😀") for _ in range(chance.randrange(3, 14)))
+        grammar = Grammar(f'start: ("x" | "b") "{ends}" /[ab]/ "{ends[::-1]}"\n')
+        state, tokens, alone = compiler.compile(grammar).start(), list[int](), list[Any]()
+        while not state.finished:
+            alone.append(masks.fill([(0, state, [])], 1).numpy()[0].copy())
+            legal = np.unpackbits(alone[-1].view(np.uint8), bitorder="little").nonzero()[0]
+            tokens.append(int(chance.choice(legal)))
+            assert state.accept(tokens[-1])
+        state, at = compiler.compile(grammar).start(), 0
+        while at < len(tokens):
+            count = chance.randrange(len(tokens) - at)
+            got = masks.fill([(0, state, tokens[at : at + count])], count + 1).numpy()
+            assert masks.legal == [count]
+            assert all((got[i] == alone[at + i]).all() for i in range(count + 1))
+            assert state.accept_all(tokens[at : at + count + 1]) == count + 1
+            at += count + 1
+            rows += count + 1
+    assert rows > 300

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from speculative.rates import ENOUGH, Rates
@@ -38,3 +40,14 @@ def test_what_was_long_ago_fades() -> None:
     seen(rates, 2, True, 8)
     seen(rates, 2, True, 2, 1000)
     assert rates.waiting(2) == pytest.approx(1, abs=0.01)
+
+
+def test_running_ahead_that_gave_nothing_is_worth_less_than_anything() -> None:
+    """Answers of one token: what ran ahead of their ends was in vain."""
+    rates = Rates()
+    seen(rates, 2, False, 0)
+    seen(rates, 2, True, 2)
+    assert rates.waiting(2) == math.inf
+    seen(rates, 16, False, 0)
+    seen(rates, 16, True, 0)
+    assert rates.waiting(16) == math.inf  # as near it
