@@ -63,7 +63,7 @@ class Guessing:
         """
         if self.host is None:
             return
-        if self._runs_ahead and len(scheduler.running) > 1:
+        if self._runs_ahead and scheduler.active > 1:
             if any(seq.pending for seq in scheduler.running):
                 return
         found = self._asking(scheduler)
@@ -83,7 +83,7 @@ class Guessing:
         return [
             (seq, limit) for seq in scheduler.running
             if seq.decoding and not seq.draft and seq.submit.drafts != "off"
-            and (limit := self._room(seq)) >= 1
+            and seq.submit.id not in scheduler.paused and (limit := self._room(seq)) >= 1
         ]  # fmt: skip
 
     def _look(self, seq: Sequence, limit: int) -> None:
