@@ -129,7 +129,7 @@ class _Eagle3:
         from speculative.probe import probe  # late: torch
         from speculative.witness import TEXTS, Witness
 
-        witness = Witness(model, shape)  # type: ignore[arg-type]  # every family is Llama's for now
+        witness = Witness(model, shape)  # type: ignore[arg-type]  # every family is Llama's so far
         step = max(shape.vocab // TEXTS, 1)
         starts = [[(place * step + step // 2) % shape.vocab] for place in range(TEXTS)]
         found: Any = draft  # one that `open` made
