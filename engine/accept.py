@@ -68,6 +68,7 @@ class End(msgspec.Struct, frozen=True, gc=False):
     stop_ids: Collection[int] = ()
     grammar: GrammarEnd | None = None
     closing: Closer | None = None  # how the grammar can be closed in time; only with a grammar
+    lean: bool = False  # rows behind the first may have been drawn without the grammar's mask
 
 
 class Accepted(msgspec.Struct, frozen=True, gc=False):
@@ -79,6 +80,7 @@ class Accepted(msgspec.Struct, frozen=True, gc=False):
     stopped: bool  # the last token is a stop id
     forced: bool = False  # the last token is the plan's: the target had drawn another one there
     unopened: bool = False  # the plan ended it, "length": what came next had no room to close
+    undrawn: bool = False  # what comes next was drawn without a mask and is not legal: draw it anew
 
 
 def accept(sampled: Sequence[int], draft: Sequence[int], end: End) -> Accepted:
@@ -92,6 +94,10 @@ def accept(sampled: Sequence[int], draft: Sequence[int], end: End) -> Accepted:
     kept token that is no stop id.
     With a plan a token that leaves it no room is replaced by the plan's, or ends the choice; all
     behind it is dropped, and "stop" is "length" from then on.
+
+    Where `end.lean`, a token that the grammar refuses is no error behind the first one: its row had
+    no mask, so it tells nothing, and the place is to be drawn again as the first of a step.  One
+    that is legal is what the mask would have left, too, if nothing but the largest logit counts.
     """
     assert len(sampled) == len(draft) + 1, f"{len(sampled)} sampled for {len(draft)} drafts"
     assert end.remaining > 0, "a choice without tokens left was run"
@@ -100,6 +106,8 @@ def accept(sampled: Sequence[int], draft: Sequence[int], end: End) -> Accepted:
     tokens: list[int] = []
     matched = 0
     for place, token in enumerate(sampled):
+        if place and end.lean and _stray(token, end):
+            return Accepted(tokens, matched, "", False, undrawn=True)
         finish = _ending(token, end, len(tokens) + 1)
         if finish == "error":
             return Accepted(tokens, matched, finish, False)
@@ -129,14 +137,15 @@ def _within_plan(
     if taken.forced is not None:
         tokens.append(taken.forced)
     assert taken.forced is not None or taken.ended or taken.kept == legal, "a plan lost a token"
-    finish, stopped = "", False
+    finish, stopped, undrawn = "", False, False
     if taken.ended:  # a grammar that broke ends where it may not
         finish = "length" if grammar.accepting else "error"
     elif grammar.finished:
         finish = "stop"
     elif taken.forced is None and legal < len(run):
-        stopped = legal == words and run[legal] >= 0
-        finish = "stop" if stopped else "error"
+        undrawn = end.lean and legal > 0 and _stray(run[legal], end)
+        stopped = not undrawn and legal == words and run[legal] >= 0
+        finish = "stop" if stopped else "" if undrawn else "error"
     elif len(tokens) == end.remaining:
         finish = "length"
     if stopped:
@@ -144,7 +153,16 @@ def _within_plan(
         matched = min(right, len(tokens))
     if finish == "stop" and closing.overridden:
         finish = "length"
-    return Accepted(tokens, matched, finish, stopped, taken.forced is not None, taken.ended)
+    forced = taken.forced is not None
+    return Accepted(tokens, matched, finish, stopped, forced, taken.ended, undrawn)
+
+
+def _stray(token: int, end: End) -> bool:
+    """Whether the grammar, which stands before `token`, would not have let it be drawn."""
+    grammar = end.grammar
+    if grammar is None or token < 0:
+        return False
+    return not (grammar.accepting if token in end.stop_ids else grammar.valid_prefix([token]))
 
 
 def _ending(token: int, end: End, used: int) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace
 
+from engine import outs
 from engine.accept import Accepted, accept, ending
 from engine.build import build
 from engine.cuda.buckets import sizes
@@ -30,7 +31,6 @@ from engine.guessing import Guessing, counted
 from engine.intake import Intake
 from engine.messages import (
     DRAFT_PLACES,
-    UNLIKELY,
     Failed,
     Out,
     Stats,
@@ -106,7 +106,7 @@ class Engine:
         self._out = 0  # steps that were launched and not committed
         self._number = 0
         self._generated = 0
-        self._substituted = self._closed_early = self._unopened = 0
+        self._substituted = self._closed_early = self._unopened = self._redrawn = 0
         self._told = 0.0  # when the last Stats left
         self._ran = 0.0  # when the last step was launched
         self._guessed: Flight | None = None  # committed, and its chains are still to come
@@ -240,21 +240,33 @@ class Engine:
     def _supply(self, flight: Flight) -> None:
         """Masks for all k + 1 rows of every constrained sequence, in one native call."""
         wanted: list[tuple[int, State, tuple[int, ...]]] = []
-        masked: list[int] = []
+        lean: set[int] = set()
         at = 0
         for row in flight.plan.rows:
             if not row.last:
                 continue
             seq, count = row.seq, len(row.draft) + 1
             if seq.grammar is not None and not seq.gone:
+                if self._is_lean(row):
+                    lean.add(len(wanted))
                 wanted.append((at, seq.grammar, row.draft))
-                masked += range(at, at + count)
             at += count
         if wanted:
-            self.runner.supply(flight, self._masks.fill(wanted, at), masked)
+            masks = self._masks.fill(wanted, at, lean)
+            self.runner.supply(flight, masks, self._masks.filled)
+
+    def _is_lean(self, row: Row) -> bool:
+        """Whether rows behind the first go without a mask where no token is forced.
+
+        A mask costs the host tens to hundreds of microseconds, mostly for a token that was drawn
+        without it, too: the largest of all logits, if it is legal, is the largest of those that
+        are.  Where it is not, the place is drawn again; that costs a step's tokens, which on a CPU
+        are dearer than masks.
+        """
+        return self.runner.depth > 0 and bool(row.draft) and row.seq.greedy
 
     def _commit(self, flight: Flight) -> list[ToGateway]:
-        outs: list[Out] = []
+        gained: list[Out] = []
         failed: dict[str, Failed] = {}
         unsound: list[Block] = []  # NaN in KV would fail every request that finds it
         at = 0
@@ -266,17 +278,17 @@ class Engine:
             elif not row.last:
                 self.scheduler.commit(row, None)
             elif alone and seq.free and not row.draft and drawn[0] >= 0:
-                outs.append(self._gain_one(row, drawn[0]))
+                gained.append(self._gain_one(row, drawn[0]))
             else:
-                accepted = accept(drawn, row.draft, seq.end())
+                accepted = accept(drawn, row.draft, seq.end(lean=self._is_lean(row)))
                 found = flight.logprobs[at : at + len(accepted.tokens)] if flight.logprobs else ()
                 scores = [entry for entry in found if entry is not None]
                 if accepted.forced and scores:
-                    scores[-1] = _scored(accepted.tokens[-1], scores[-1])
+                    scores[-1] = outs.scored(accepted.tokens[-1], scores[-1])
                 held = seq.blocks
                 out = self._gain(row, accepted, scores)
                 if out.tokens or out.finish:
-                    outs.append(out)
+                    gained.append(out)
                 if accepted.finish == "error":
                     token = (*drawn, 0)[len(accepted.tokens)]
                     failure = failed[seq.submit.id] = no_token(seq, token, self.hello.vocab)
@@ -284,7 +296,7 @@ class Engine:
                     self._compiler.forget(seq.submit.grammar)
             at += len(drawn)
         self._number += 1
-        replies: list[ToGateway] = [Step(self._number, outs)] if outs else []
+        replies: list[ToGateway] = [Step(self._number, gained)] if gained else []
         for request, failure in failed.items():  # only now: its other choices had rows of this step
             self.intake.abort(request)
             replies.append(failure)
@@ -303,24 +315,15 @@ class Engine:
         self.scheduler.commit(row, accepted)
         if accepted.forced:
             self._substituted += 1
+        if accepted.forced or accepted.undrawn:
             self.runner.forget(seq)  # it holds another newest token, and has counted that one
-        overflow = _overflow(seq, accepted)
+        self._redrawn += accepted.undrawn
+        overflow = outs.overflow(seq, accepted)
         self._closed_early += overflow == "closed"
         self._unopened += overflow == "unopened"
         if seq.finish:
             self._forget(seq)
-        return Out(
-            seq.submit.id, seq.index, accepted.tokens,
-            finish="" if accepted.finish == "error" else accepted.finish,
-            stopped=accepted.stopped,
-            logprobs=logprobs,
-            cached=seq.cached or 0,
-            written=seq.written,
-            drafted=seq.drafted,
-            accepted=seq.accepted,
-            drafts=counted(seq.verified, seq.matched) if seq.finish and seq.drafted else [],
-            overflow=overflow,
-        )
+        return outs.of_run(seq, accepted, logprobs, overflow)
 
     def _gain_one(self, row: Row, token: int) -> Out:
         """The same for a row without a draft, of a sequence that nothing but its ends follows."""
@@ -330,11 +333,7 @@ class Engine:
         self.scheduler.commit_one(row, token, finish)
         if finish:
             self._forget(seq)
-        drafts = counted(seq.verified, seq.matched) if finish and seq.drafted else []
-        return Out(
-            seq.submit.id, seq.index, [token], finish, finish == "stop", [],
-            seq.cached or 0, seq.written, seq.drafted, seq.accepted, drafts,
-        )  # fmt: skip
+        return outs.of_one(seq, token, finish)
 
     def _forget(self, seq: Sequence) -> None:
         """A sequence is over: take it out everywhere."""
@@ -378,23 +377,7 @@ class Engine:
             closing_tokens=self._substituted,
             closed_early=self._closed_early,
             unopened=self._unopened,
+            redrawn=self._redrawn,
             draft_sources=counted(guessing.verified, guessing.matched),
             draft_places=guessing.places[:DRAFT_PLACES],
         )
-
-
-def _overflow(seq: Sequence, accepted: Accepted) -> str:
-    """`Out.overflow` of what a choice gained."""
-    if accepted.finish in ("", "error"):
-        return ""
-    if seq.closing is not None and seq.closing.overridden:
-        return "closed"
-    return "unopened" if accepted.unopened else ""
-
-
-def _scored(token: int, drawn: TokenLogprobs) -> TokenLogprobs:
-    """The logprobs of a token that stands where its row had drawn another one.
-
-    Its own is known when it is among the best of that row.
-    """
-    return TokenLogprobs(dict(drawn.top).get(token, UNLIKELY), drawn.top)

@@ -195,6 +195,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=15):
     closing_tokens: int = 0  # tokens that closing plans put in place of drawn ones
     closed_early: int = 0  # choices that were completed by such tokens
     unopened: int = 0  # choices that ended where a call would have opened without room for it
+    redrawn: int = 0  # tokens drawn again: without a mask, to save it, an illegal one had come
     draft_sources: list[int] = []  # draft tokens verified, then right, of each DRAFT_SOURCES
     draft_places: list[int] = []  # draft tokens that were right, by place in the chain
 

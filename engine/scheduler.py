@@ -317,6 +317,8 @@ class Scheduler:
         if accepted.forced:
             seq.replace()
             seq.computed -= self.lookahead > 0  # a device draft consumed what had been drawn
+        elif accepted.undrawn:  # the newest token is computed once more, and drawn behind again
+            seq.replace()
         self._publish(seq)
         if seq.siblings:
             self._fork(seq)

@@ -66,6 +66,7 @@ class Sequence:
     prompt_len: int = field(init=False)  # tokens
     most: int = field(init=False)  # tokens of prompt and output that max_tokens allows
     order: tuple[int, float, int] = field(init=False)  # who goes first; from the end, who yields
+    greedy: bool = field(init=False)  # the largest logit wins
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.submit.stop_ids)
@@ -73,6 +74,7 @@ class Sequence:
         self.prompt_len = len(self.submit.prompt)
         self.most = self.prompt_len + self.submit.max_tokens
         self.order = self.submit.priority, self.rank, self.index
+        self.greedy = self.submit.sampling.temperature <= 0
 
     @property
     def free(self) -> bool:
@@ -104,9 +106,9 @@ class Sequence:
         """All but the newest token have their KV: a step gives this sequence at least one token."""
         return self.known - self.computed - self.flying == 1
 
-    def end(self) -> End:
-        """What may end it inside an accepted run."""
-        return End(self.most - len(self.tokens), self.stop_ids, self.grammar, self.closing)
+    def end(self, *, lean: bool = False) -> End:
+        """What may end it inside an accepted run; `lean`: see End."""
+        return End(self.most - len(self.tokens), self.stop_ids, self.grammar, self.closing, lean)
 
     def replace(self) -> None:
         """Its newest token is not what the device drew: what flies for it is computed in vain."""

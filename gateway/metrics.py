@@ -44,6 +44,7 @@ _ENGINE_COUNTERS = {
     "slipstream:closing_substitutions": ("closing_tokens", "Tokens put in place of drawn ones."),
     "slipstream:closed_early": ("closed_early", "Calls and answers completed by such tokens."),
     "slipstream:calls_unopened": ("unopened", "Texts ended where a call had no room."),
+    "slipstream:redrawn_tokens": ("redrawn", "Tokens drawn again, with the mask they lacked."),
 }
 _ENGINE_GAUGES = {
     "vllm:num_requests_running": ("running", "Requests in the running batch."),

@@ -24,7 +24,7 @@ _LISTS = {"draft_sources": 2 * len(DRAFT_SOURCES), "draft_places": DRAFT_PLACES}
 _SINGLE = (
     "prompt_tokens", "generated_tokens", "preemptions", "prefix_queries", "prefix_hits", "drafts",
     "drafted_tokens", "accepted_tokens", "closing_refusals", "closing_tokens", "closed_early",
-    "unopened",
+    "unopened", "redrawn",
 )  # fmt: skip
 # The counters of Stats, by field; those that are lists have a name for each entry.
 TOTALS = (*_SINGLE, *(f"{field}.{i}" for field, size in _LISTS.items() for i in range(size)))

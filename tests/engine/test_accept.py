@@ -33,11 +33,15 @@ class Script:
 
     refused: tuple[int, ...] = ()
     length: int = 100
+    accepting: bool = False
     seen: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return len(self.seen) >= self.length
+
+    def valid_prefix(self, tokens: list[int]) -> int:
+        return next((i for i, token in enumerate(tokens) if token in self.refused), len(tokens))
 
     def accept(self, token: int) -> bool:
         if token in self.refused:
@@ -94,6 +98,21 @@ def test_a_refused_or_missing_token_ends_with_an_error_only_when_the_walk_gets_t
     assert accept([1, -1, 3], [1, 2], End(9)) == Accepted([1], 1, "error", False)
     assert accept([-1], [], End(9)) == Accepted([], 0, "error", False)
     assert accept([1, -1, -1], [4, 2], End(9)) == Accepted([1], 0, "", False)
+
+def test_a_row_without_a_mask_that_drew_what_is_not_legal_is_to_be_drawn_again():
+    """Behind the first token only: that one always had a mask, so there it is an error."""
+    for refused, stop_ids in (((2,), ()), ((), (2,))):  # a stop id where the output may not end
+        def end(lean: bool, refused=refused, stop_ids=stop_ids) -> End:
+            return End(9, stop_ids, Script(refused), lean=lean)
+
+        assert accept([1, 2, 3], [1, 2], end(True)) == Accepted([1], 1, "", False, undrawn=True)
+        assert accept([1, 2], [1], end(True)) == Accepted([1], 1, "", False, undrawn=True)
+        other = "stop" if stop_ids else "error"
+        assert accept([1, 2], [1], end(False)).finish == other
+        assert accept([2, 3], [2], end(True)).finish == other
+    assert accept([1, -1], [1], End(9, grammar=Script(), lean=True)).finish == "error"
+    fine = End(9, [2], Script(accepting=True), lean=True)
+    assert accept([1, 2], [1], fine) == Accepted([1, 2], 1, "stop", True)
 
 
 def test_our_own_mistakes_are_named():

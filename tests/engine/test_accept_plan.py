@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from engine.accept import Accepted, End, accept
 
@@ -93,3 +94,19 @@ def test_what_stands_behind_the_plans_token_is_not_looked_at():
 def test_a_grammar_that_broke_is_an_error_and_no_end():
     found = accept([1], [], planned(room=0, accepting=False))
     assert found == Accepted([], 0, "error", False, False, True)
+
+
+def test_with_a_plan_too_what_was_drawn_without_a_mask_and_is_not_legal_is_drawn_again():
+    def lean(**more) -> End:
+        return replace(planned(**more), lean=True)
+
+    again = Accepted([1], 1, "", False, undrawn=True)
+    assert accept([1, 2, 3], [1, 2], lean(refused=(2,))) == again
+    assert accept([1, 2], [1], lean(stop_ids=[2], accepting=False)) == again
+    assert accept([1, 2], [1], lean(stop_ids=[2])) == Accepted([1, 2], 1, "stop", True)
+    assert accept([2, 3], [2], lean(refused=(2,))).finish == "error"
+    assert accept([1, -1], [1], lean()).finish == "error"
+    # The plan spoke first: what lies behind its token was not looked at.
+    assert accept([1, 2, 3], [1, 2], lean(refused=(3,), room=1, instead=8)) == Accepted(
+        [1, 8], 1, "", False, True)
+    assert accept([1, 2], [1], lean(refused=(2,), length=1)) == Accepted([1], 1, "stop", False)

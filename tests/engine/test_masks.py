@@ -146,6 +146,50 @@ def test_the_masks_of_mixed_steps_are_those_of_each_request_alone(
     assert mixed > 100 and closed > 20
 
 
+@pytest.mark.parametrize("unused", [0, 5])
+def test_a_lean_request_has_its_first_row_and_what_is_forced_behind_it(unused: int) -> None:
+    text, size = merged_tokenizer_json(WORDS)
+    vocab, rng = size + unused, random.Random(unused)
+    compiler = Compiler(text, vocab, [EOS])
+    cut = compiler.vocabulary.tokenizer.tokenize_bytes
+    twins = [
+        Twins(compiler.compile(grammar).start, cut(text))
+        for grammar, text in grammars(vocab)
+        for _ in range(4)
+    ]
+    masks, whole, open_row = Masks(vocab, 160), Masks(vocab, 160), opened(vocab, 1)[0]
+    left_open = forced = 0
+    for _ in range(100):
+        chosen = rng.sample(twins, rng.randrange(1, len(twins) + 1))
+        requests: list[Request] = []
+        at = 0
+        for twin in chosen:
+            drafts = twin.drafts(rng, vocab)
+            requests.append((at, twin.ours, drafts))
+            at += len(drafts) + 1
+        lean = {i for i in range(len(requests)) if rng.random() < 0.7}
+        got = masks.fill(requests, at, lean).numpy().copy()
+        wanted = whole.fill(requests, at).numpy()
+        assert masks.legal == whole.legal and whole.filled == list(range(at))
+        for i, (row, state, drafts) in enumerate(requests):
+            walker = state.clone()
+            for place in range(len(drafts) + 1):
+                here = row + place
+                alone = place > 0 and place <= whole.legal[i] and walker.only is None
+                if i in lean and alone:
+                    assert (got[here] == open_row).all() and here not in masks.filled
+                    left_open += 1
+                else:
+                    assert (got[here] == wanted[here]).all() and here in masks.filled
+                    forced += i in lean and place > 0
+                if place < whole.legal[i]:
+                    assert walker.accept(drafts[place])
+        for (_, _, drafts), twin, legal in zip(requests, chosen, masks.legal, strict=True):
+            twin.advance(rng, drafts, legal)
+    assert left_open > 100 and forced > 50
+    assert masks.filled == sorted(masks.filled)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The native calls that were made, by name."""

@@ -64,7 +64,7 @@ slipstream:tool_calls_total slipstream:client_disconnects_total
 slipstream:engine_restarts_total slipstream:engine_heartbeat_age_seconds
 slipstream:event_loop_lag_seconds slipstream:session_header_invalid_total
 slipstream:closing_refusals_total slipstream:closing_substitutions_total
-slipstream:closed_early_total slipstream:calls_unopened_total
+slipstream:closed_early_total slipstream:calls_unopened_total slipstream:redrawn_tokens_total
 slipstream:relaxed_schemas_total slipstream:relaxed_answers_total
 """.split()
 
