@@ -31,7 +31,7 @@ class Limits(NamedTuple):
 # model to model: there it is measured.
 DEFAULTS = {
     "cpu": Limits(64, 512, 192, 0.0, 15),
-    "cuda": Limits(256, 2048, WHOLE_BATCH, 0.02, 15),
+    "cuda": Limits(256, 2048, WHOLE_BATCH, 0.02, 31),
 }
 
 

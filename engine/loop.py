@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from cache.blocks import Block
     from engine.checkpoint import Checkpoint
     from engine.config import EngineConfig
-    from engine.grammar.matcher import State
+    from engine.grammar.state import State
     from engine.plan import Plan, Row
     from engine.runner import Flight
     from engine.sequence import Sequence

@@ -21,7 +21,7 @@ from engine.accept import End
 if TYPE_CHECKING:
     from cache.blocks import Block
     from engine.grammar.closing import Closing
-    from engine.grammar.matcher import State
+    from engine.grammar.state import State
     from engine.messages import Sampling, Submit
     from engine.sampling import History
 

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, count
+
+import numpy as np
 
 MARKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048)
 QUICK = 0.25  # how fast the whole curve follows a step: a machine has slow and quick minutes
 SLOW = 0.03  # how fast one mark of it does
 WILD = 2.0  # a step is not believed to differ by more than this factor
 MARGIN = 0.03  # a gain below this is within the error of the curve
+FEW = 12  # numbers of rows up to which a loop is quicker than numpy
 PROMPT = 2.0  # what a prompt token counts as; a drafted one, with logits of its own, is as dear
 
 
@@ -62,6 +65,20 @@ class StepTimes:
         part = (rows - met[above - 1]) / (met[above] - met[above - 1])
         return self._scale * max(low + part * (high - low), low / WILD)
 
+    def each(self, first: int, count: int) -> list[float]:
+        """The same for so many numbers of rows, from `first` on."""
+        met, curve = self._met, self._curve
+        if len(met) < 2 or count < FEW:
+            return [self(rows) for rows in range(first, first + count)]
+        rows = np.arange(first, first + count)
+        above = np.searchsorted(met, rows).clip(1, len(met) - 1)
+        marks, times = np.array(met), np.array(curve)
+        start, low = marks[above - 1], times[above - 1]
+        rise = np.maximum(times[above] - low, 0.0)
+        part = (rows - start) / (marks[above] - start)
+        found: list[float] = (self._scale * np.maximum(low + part * rise, low / WILD)).tolist()
+        return found
+
 
 def _nearest(rows: int) -> int:
     """The mark that a step of so many rows tells most about."""
@@ -86,9 +103,9 @@ def choose(
     base = len(survival) + beside
     gained = len(survival) + prompt * beside
     best, taken = gained / times(base) * (1 + MARGIN), 0
-    for n, (chance, _, _) in enumerate(slots, 1):
+    for n, (chance, _, _), seconds in zip(count(1), slots, times.each(base + 1, len(slots))):
         gained += chance
-        rate = gained / times(base + n)
+        rate = gained / seconds
         if rate > best:
             best, taken = rate, n
     lengths = [0] * len(survival)

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.grammar.closing import Closing
-from engine.grammar.matcher import State
+from engine.grammar.state import State
 from engine.grammar.vocabulary import Vocabulary
 
 #: Which pieces a sampler likes; it takes another one only where none of them is legal.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine.grammar.planner import Planner
 
 if TYPE_CHECKING:
-    from engine.grammar.matcher import State
+    from engine.grammar.state import State
 
 __all__ = ["Closing", "Planner", "Taken"]
 
@@ -61,8 +61,16 @@ class Closing:
         and over the one that is forced.
         """
         assert len(run) <= budget, f"{len(run)} tokens for a budget of {budget}"
-        for place, token in enumerate(run):
-            if not self._take(token, budget - place - 1):
+        place = 0
+        while place < len(run):
+            if along := self._along(run, place):
+                moved = self._state.accept_all(run[place : place + along])
+                self._plan, place = self._plan[moved:], place + moved
+                if moved < along:  # the matcher reached one of its limits
+                    return self._override(place)
+            elif self._take(run[place], budget - place - 1):
+                place += 1
+            else:
                 return self._override(place)
         return Taken(len(run))
 
@@ -72,14 +80,21 @@ class Closing:
         other._plan, other.overridden = self._plan, self.overridden  # a plan is never changed
         return other
 
+    def _along(self, run: Sequence[int], start: int) -> int:
+        """How many tokens of the run from `start` on are the plan's."""
+        plan = self._plan
+        most = min(len(plan), len(run) - start)
+        for count in range(most):
+            if plan[count] != run[start + count]:
+                return count
+        return most
+
     def _take(self, token: int, left: int) -> bool:
-        """Move over the token when a plan of at most `left` tokens is found behind it."""
-        state, plan = self._state, self._plan
+        """Move over a token that is not the plan's, when one of at most `left` is found behind it.
+        """
+        state = self._state
         if not state.accept(token):
             return False  # the matcher reached one of its limits
-        if plan and token == plan[0]:
-            self._plan = plan[1:]
-            return True
         found = self._reused(token, left)
         if found is None:
             found = self._planner.full(state, left)

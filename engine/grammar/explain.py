@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from engine.checkpoint import open_checkpoint
 from engine.grammar.clean import ENFORCED, LISTS, MAPS, SINGLES, escape
-from engine.grammar.matcher import Compiled, Compiler, GrammarRefused, State
+from engine.grammar.matcher import Compiled, Compiler, GrammarRefused
 from engine.grammar.schema import Checked, embed, modern
+from engine.grammar.state import State
 from engine.grammar.verdict import Node
 from engine.grammar.vocabulary import Vocabulary
 from engine.messages import Grammar

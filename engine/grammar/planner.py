@@ -21,7 +21,7 @@ from engine.grammar.probe import CONTROL, MASK_STEPS, TEXT_LIMIT, Broken, Probe,
 from engine.grammar.spelling import FREE, NUMBER, Speller
 
 if TYPE_CHECKING:
-    from engine.grammar.matcher import State
+    from engine.grammar.state import State
     from engine.grammar.vocabulary import Vocabulary
 
 START_STEPS = 60_000  # calls that look at one token, mostly below 1 us each

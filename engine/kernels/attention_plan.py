@@ -15,10 +15,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-SHORT = 16  # tokens of a row up to which it is short
+SHORT = 32  # tokens of a row up to which it is short: a token and 31 drafts
 LINES = 16  # query lines of a short tile: the smallest matrix product of a tensor core
 FEW = 6  # rows up to which a loop is quicker than numpy
-TILES = 16  # tiles that a short row can have: one token each when a KV head has 16 query heads
+TILES = 32  # tiles that a short row can have: one token each when a KV head has 16 query heads
 
 Ints = NDArray[np.int32]
 

@@ -33,8 +33,9 @@ from referencing.exceptions import Unresolvable
 
 from engine.checkpoint import open_checkpoint
 from engine.grammar.explain import follow, walk
-from engine.grammar.matcher import Compiler, GrammarRefused, State
+from engine.grammar.matcher import Compiler, GrammarRefused
 from engine.grammar.schema import BadSchema, Dropped, check, embed
+from engine.grammar.state import State
 from engine.messages import Grammar
 from gateway.tools.finished import complaint
 from tests.scripted import EOS, byte_tokenizer_json

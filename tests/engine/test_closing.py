@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 
 from engine.grammar.closing import Closing, Taken
-from engine.grammar.matcher import Compiled, Compiler, State
+from engine.grammar.matcher import Compiled, Compiler
 from engine.grammar.schema import check, embed
+from engine.grammar.state import State
 from engine.messages import Grammar
 from gateway.events import CallArgs, CallEnd, CallStart, Text
 from gateway.tools import Choice, Tool

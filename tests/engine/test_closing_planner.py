@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 
 from engine.grammar import lexical
 from engine.grammar.hints import read
-from engine.grammar.matcher import Compiled, Compiler, GrammarRefused, State
+from engine.grammar.matcher import Compiled, Compiler, GrammarRefused
 from engine.grammar.planner import ENDLESS, START_ENDLESS, Planner
 from engine.grammar.probe import Probe
 from engine.grammar.schema import check, embed
+from engine.grammar.state import State
 from engine.grammar.vocabulary import Vocabulary
 from engine.messages import Grammar
 from gateway.tools import FORMATS, Tool, load

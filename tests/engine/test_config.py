@@ -24,7 +24,7 @@ def test_what_is_left_open_is_filled_in_by_the_device(kind):
 def test_what_is_given_stays_on_every_device_and_resolving_twice_changes_nothing():
     config = EngineConfig(model="m", max_sequences=7, mixed_tokens=9, dtype="float32", threads=3)
     resolved = config.resolved("cuda")
-    assert limits(resolved) == (7, DEFAULTS["cuda"].max_batch_tokens, 9, 0.0, 15)
+    assert limits(resolved) == (7, DEFAULTS["cuda"].max_batch_tokens, 9, 0.0, 31)
     assert (resolved.model, resolved.dtype, resolved.threads) == ("m", "float32", 3)
     assert resolved.resolved("cpu") == resolved
 

@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from engine.cuda.plain import plain
+from engine.kernels.attention_plan import SHORT, TILES
 from engine.messages import Sampling, Submit
 from engine.plan import Row
 from engine.sequence import Sequence
@@ -89,12 +90,12 @@ def check_items(runner, step: Staged) -> None:
     """The short rows' splits, each once; chunks only where rows are long."""
     at, split = step.forward, runner.forward.limits.split
     (total,) = at["short_total"]
-    items = [(item // 16, part) for item, part in zip(*at["short_items"], strict=True)][:total]
+    items = [(item // TILES, part) for item, part in zip(*at["short_items"], strict=True)][:total]
     ends = {i: row.start + row.count - 1 for i, row in enumerate(step.rows) if row.count == 1}
     assert [one for one in items if one[0] in ends] == [
         (i, part) for i, end in ends.items() for part in range(end // split + 1)
     ]
-    assert (at["chunk_total"][0] > 0) == any(row.count > 16 for row in step.rows)
+    assert (at["chunk_total"][0] > 0) == any(row.count > SHORT for row in step.rows)
 
 
 def check_settle(step: Staged) -> None:
@@ -135,7 +136,7 @@ def rows_of(chance: random.Random, seqs: list[Sequence], starts: dict[str, int])
         rows.append(Row(seq, start, 1 + len(draft), True, kind == "plain", draft))
         starts[seq.submit.id] = (start + 1) % (MAX_LEN - 40)
     if kind == "chunk":
-        count = chance.choice([1, 5, 30])
+        count = chance.choice([1, 5, SHORT + 4])
         rows[-1] = Row(rows[-1].seq, rows[-1].start, count, chance.random() < 0.5)
     return rows
 
@@ -153,7 +154,7 @@ def test_whatever_a_buffer_held_the_device_is_told_each_row(runner):
             kept += 1
         elif not any(row.last for row in rows):
             continue
-        chunks += any(row.count > 16 for row in rows)
+        chunks += any(row.count > SHORT for row in rows)
         step = stage(runner, rows)
         check_forward(runner, step)
         check_items(runner, step)

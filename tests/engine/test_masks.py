@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 import engine.grammar.masks
 from engine.grammar.masks import Masks, Request
-from engine.grammar.matcher import Compiler, State
+from engine.grammar.matcher import Compiler
+from engine.grammar.state import State
 from engine.messages import Grammar
 from tests.engine.test_closing import SCHEMAS
 from tests.engine.test_closing_planner import lark

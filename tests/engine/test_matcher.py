@@ -15,9 +15,10 @@ import torch
 import xgrammar
 
 from engine.grammar.masks import Masks
-from engine.grammar.matcher import KEPT, Compiled, Compiler, GrammarRefused, State
+from engine.grammar.matcher import KEPT, Compiled, Compiler, GrammarRefused
 from engine.grammar.prose import Prose
 from engine.grammar.schema import check, embed
+from engine.grammar.state import State
 from engine.messages import Grammar
 from tests.schemas import FAMILIES, ODD, merged_tokenizer_json, record, whole
 from tests.scripted import EOS, byte_tokenizer_json

@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
 def make(folder) -> Engine:
     config = EngineConfig(
         model=str(folder), dtype="float32", device="auto", threads=1, max_sequences=4,
-        max_batch_tokens=24, mixed_tokens=16, cache=CacheConfig(blocks=8),
+        max_batch_tokens=48, mixed_tokens=40, cache=CacheConfig(blocks=8),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "fused", lambda device: True)
@@ -147,7 +147,7 @@ def shaped(folder):
     """A model without memory, its config, and limits that make few buckets."""
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(
-        model=str(folder), max_sequences=4, max_batch_tokens=24, mixed_tokens=16
+        model=str(folder), max_sequences=4, max_batch_tokens=48, mixed_tokens=40
     ).resolved("cuda")
     return checkpoint, config
 

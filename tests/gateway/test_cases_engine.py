@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 
 from engine.grammar.masks import Masks
-from engine.grammar.matcher import State
+from engine.grammar.state import State
 from engine.loop import Engine
 from engine.messages import Grammar
 from tests.auditor import Auditor
