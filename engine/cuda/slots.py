@@ -5,16 +5,18 @@ A place holds nothing that the host could not write again, so a sequence without
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cuda.layout import ALIGN, Ints, Layout, Mirror
 from engine.kernels.embed import UPDATES, update_table
-from engine.kernels.sampler_tables import SlotParams, SlotTables
+from engine.kernels.sampler_tables import WORDS, SlotParams, SlotTables
 from engine.messages import Sampling
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 
-COPIES = 4  # buffers of new block ids that may be on their way
+COPIES = 4  # buffers of new table entries that may be on their way
+_COLUMNS = np.arange(WORDS, dtype=np.int32)  # of a record
 
 
 @dataclass(slots=True)
@@ -49,10 +52,12 @@ class Slots:
         self._places: dict[Sequence, Place] = {}  # the one that came first is first
         self._free = list(range(count - 1, -1, -1))
         self._fresh: list[tuple[int, int, int]] = []  # (slot, index, block id) not sent yet
-        # Most steps have few such: a buffer that is there already takes them.
-        self._mirror = Mirror(4 * UPDATES, COPIES, device)
-        self._few = self._mirror.buffer.view(4, UPDATES)
-        self._hosts = self._mirror.hosts(Layout({"few": (4, UPDATES)}))
+        # Most steps have few such, and few new sequences, whose records are table entries like any
+        # other: a buffer that is there already takes both.
+        layout = Layout({"blocks": (4, UPDATES), "records": (4, UPDATES)})
+        self._mirror = Mirror(layout.words, COPIES, device)
+        self._few = layout.device(self._mirror.buffer)
+        self._hosts = self._mirror.hosts(layout)
 
     def placed(self, rows: list[Row]) -> list[Place]:
         """The place of each row's sequence, in order."""
@@ -114,20 +119,16 @@ class Slots:
 
     def upload(self) -> None:
         """Send what `place` noted to the device, in stream order."""
+        fresh, records = self._fresh, self._params.records
+        if not fresh and not records:
+            return
+        device, count = self.table.device, len(fresh)
+        if len(records) * WORDS <= UPDATES and count <= UPDATES:
+            self._upload_few(fresh, records)
+            self._fresh = []
+            records.clear()
         self._params.upload()
         if not self._fresh:
-            return
-        device = self.table.device
-        fresh = self._fresh
-        count = len(fresh)
-        if count <= UPDATES:
-            number = self._mirror.next()
-            few = self._hosts[number]["few"]
-            few[:3, :count] = [*zip(*fresh, strict=True)]
-            few[3, 0] = count
-            self._mirror.send(number, 4 * UPDATES)
-            update_table(self.table, *self._few)
-            self._fresh = []
             return
         # Every row begins where 16 bytes do: another alignment would be another kernel to compile.
         width = -(-count // ALIGN) * ALIGN
@@ -137,3 +138,24 @@ class Slots:
         sent: Tensor = packed.to(device, non_blocking=True)
         update_table(self.table, sent[0], sent[1], sent[2], sent[3])
         self._fresh = []  # only now: a transfer that failed is made again
+
+    def _upload_few(
+        self, fresh: list[tuple[int, int, int]], records: Mapping[int, NDArray[np.int32]]
+    ) -> None:
+        """Send block ids and records in one copy."""
+        number = self._mirror.next()
+        host = self._hosts[number]
+        host["blocks"][:3, : len(fresh)] = [*zip(*fresh, strict=True)] if fresh else 0
+        host["blocks"][3, 0] = len(fresh)
+        words = len(records) * WORDS
+        if words:
+            rows = host["records"]
+            rows[0, :words] = np.repeat([*records], WORDS)
+            rows[1, :words] = np.tile(_COLUMNS, len(records))
+            rows[2, :words] = np.concatenate([*records.values()])
+            rows[3, 0] = words
+        self._mirror.send(number, (8 if words else 4) * UPDATES)
+        if fresh:
+            update_table(self.table, *self._few["blocks"])
+        if words:
+            update_table(self.tables.records, *self._few["records"])

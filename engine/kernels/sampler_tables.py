@@ -203,19 +203,23 @@ class SlotParams:
             self._history[slot] = _counts(prompt, output, self.vocab)
         return flags
 
+    @property
+    def records(self) -> dict[int, np.ndarray]:
+        """The staged records by slot, int32 [WORDS]; whoever sent them clears this."""
+        return self._records
+
     def upload(self) -> None:
         """Send what was staged since the last call to the device, in stream order, and forget it.
 
         On a GPU nothing waits: the bytes go from pinned memory, which torch's allocator does not
         hand out again before the copy is done.
         """
-        if not self._records:
-            return
         tables = self.tables
         device = tables.records.device
-        slots = np.fromiter(self._records, dtype=np.int64, count=len(self._records))
-        records = np.stack(list(self._records.values()))
-        tables.records.index_copy_(0, _sent(slots, device), _sent(records, device))
+        if self._records:
+            slots = np.fromiter(self._records, dtype=np.int64, count=len(self._records))
+            records = np.stack(list(self._records.values()))
+            tables.records.index_copy_(0, _sent(slots, device), _sent(records, device))
         for slot, pairs in self._bias.items():
             ids = np.array([token for token, _ in pairs], dtype=np.int32)
             values = np.array([value for _, value in pairs], dtype=np.float32)

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 from engine.cuda import slots as cuda_slots  # noqa: E402
 from engine.cuda.slots import Slots  # noqa: E402
+from engine.kernels.embed import UPDATES  # noqa: E402
+from engine.kernels.sampler_tables import WORDS, SlotParams, SlotTables  # noqa: E402
 from engine.messages import Sampling, Submit  # noqa: E402
 from engine.sequence import Sequence  # noqa: E402
 
@@ -97,4 +99,28 @@ def test_however_many_blocks_are_new_one_compiled_kernel_writes_them(monkeypatch
     for count in (1, 3, 6, 8):
         seq.blocks = [SimpleNamespace(id=10 + i) for i in range(count)]
         assert table.put(seq) == [10 + i for i in range(count)]
-    assert len(addresses) == 16 and all(address % 16 == 0 for address in addresses)
+    assert len(addresses) == 4 * 4 + 4  # block ids, and once a record
+    assert all(address % 16 == 0 for address in addresses)
+
+
+@pytest.mark.parametrize("count", [1, 3, UPDATES // WORDS, UPDATES // WORDS + 1])
+def test_records_of_few_or_many_new_sequences_are_the_same(count):
+    """Few lie in the buffer of the block ids, more go by themselves."""
+    draws = [Sampling(temperature=0.1 * i, seed=i, top_k=i, min_tokens=i % 2, bias=((3, 1.5),))
+             for i in range(count)]
+    seqs = [sequence(f"s{i}", [i + 1], draw) for i, draw in enumerate(draws)]
+    slots = Slots(count, 8, VOCAB, torch.device(DEVICE))
+    wanted = SlotTables.allocate(count, VOCAB, DEVICE)
+    apart = SlotParams(wanted)
+    for seq in seqs:
+        place = slots.place(seq)
+        apart.write(place.slot, seq.sampling, seq.submit.stop_ids, 0, seq.submit.prompt, [])
+    slots.upload()
+    apart.upload()
+    assert torch.equal(slots.tables.records, wanted.records)
+    assert torch.equal(slots.tables.bias_ids, wanted.bias_ids)
+    assert [slots.table[slots.place(seq).slot, 0] for seq in seqs] == [i + 1 for i in range(count)]
+    before = slots.tables.records.clone()
+    slots.tables.records.zero_()
+    slots.upload()  # nothing is new: nothing is sent
+    assert before.any() and not slots.tables.records.any()
