@@ -29,7 +29,7 @@ TRIAL, LONG = 6, 16
 # guessed for cost several steps' time to begin with.
 SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
-FAR = 0.97  # of the best rate: below this a chain is not nearly wanted, and being ready for one costs
+FAR = 0.97  # of the best rate: below this a chain is not nearly wanted; being ready for one costs
 
 
 class Ahead:
