@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import (
     FEW,
     SHORT,
+    few_short,
     fill_chunks,
     fill_short,
     most_chunk_items,
@@ -82,6 +84,7 @@ class Forward:
         self._mirror = Mirror(words, limits.copies, slots.table.device)
         self._buckets = {size: self._bucket(layouts[size]) for size in self.sizes}
         self._written = Written(limits.copies)
+        self._numbers: Ints = np.arange(limits.tokens, dtype=np.int32)
         self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
         self.host_tokens: Ints = np.zeros(0, dtype=np.int32)  # of the newest step, as staged
         self.host_positions: Ints = self.host_tokens
@@ -140,7 +143,8 @@ class Forward:
             splits = plain.starts // self.limits.split
             key = size, count, splits.tobytes()
         if key is None or not self._written.holds(number, key):
-            chunks = self._fill_lists(at, rows, count)
+            fill = self._fill_few if len(rows) <= FEW else self._fill_lists
+            chunks = fill(at, rows, count)
             self._written.note(number, key)
         self._fill_plain(at, plain)
         if not plain.whole:
@@ -184,12 +188,7 @@ class Forward:
         starts = np.array([row.start for row in rows], dtype=np.int32)
         counts = np.array([row.count for row in rows], dtype=np.int32)
         self._check_items(starts, counts, at["short_items"].shape[1])
-        for name, rest in (("tokens", 0), ("origin", -1), ("positions", 0), ("kv", self._trash)):
-            at[name][count:] = rest
-        # Kernels look at a row's numbers before they know that it is there, and what lies here was
-        # perhaps written as something else, by a step of another bucket.
-        for name in ("slot", "first", "start", "count"):
-            at[name][many:] = 0
+        self._clear(at, count, many)
         at["count"][:many] = counts
         np.cumsum(counts, out=at["first"][:many])
         at["first"][:many] -= counts
@@ -199,6 +198,37 @@ class Forward:
         chunks = fill_chunks(starts, counts, at["chunk_items"], tile=self._chunk_tile)
         at["chunk_total"][0] = chunks
         return chunks > 0
+
+    def _fill_few(self, at: dict[str, Ints], rows: list[Row], count: int) -> bool:
+        """The same of a few rows, where numpy's calls would take longer than loops."""
+        starts, counts = [row.start for row in rows], [row.count for row in rows]
+        items = at["short_items"]
+        tiles, splits = few_short(starts, counts, tile=self._tile, split=self.limits.split)
+        wanted, room, many = len(tiles), items.shape[1], len(rows)
+        if wanted > room:
+            raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
+        self._clear(at, count, many)
+        at["count"][:many] = counts
+        at["first"][:many] = [0, *accumulate(counts[:-1])]
+        items[0, :wanted], items[1, :wanted] = tiles, splits
+        at["short_total"][0] = wanted
+        chunks = 0
+        if max(counts) > SHORT:
+            chunks = fill_chunks(np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32),
+                                 at["chunk_items"], tile=self._chunk_tile)
+        at["chunk_total"][0] = chunks
+        return chunks > 0
+
+    def _clear(self, at: dict[str, Ints], count: int, many: int) -> None:
+        """Write what lies beyond `count` tokens and `many` rows.
+
+        Kernels look at a row's numbers before they know that it is there, and what lies here was
+        perhaps written as something else, by a step of another bucket.
+        """
+        for name, rest in (("tokens", 0), ("origin", -1), ("positions", 0), ("kv", self._trash)):
+            at[name][count:] = rest
+        for name in ("slot", "first", "start", "count"):
+            at[name][many:] = 0
 
     def _fill_plain(self, at: dict[str, Ints], plain: Plain) -> None:
         """Write the tokens of the first rows."""
@@ -229,6 +259,9 @@ class Forward:
                 tokens += row.draft
                 origins += [-1] * count
         many, size = len(rows), self.limits.size
+        if many - first <= FEW:
+            self._place_few(at, rows, slots, first, tokens, origins)
+            return
         starts = np.array([row.start for row in rows[first:]], dtype=np.int32)
         at["slot"][first:many], at["start"][first:many] = slots, starts
         end = first + len(tokens)
@@ -242,16 +275,32 @@ class Forward:
         ids = self._slots.ids[np.array(slots).repeat(counts), block]
         at["kv"][first:end] = ids * size + inner
 
+    def _place_few(
+        self, at: dict[str, Ints], rows: list[Row], slots: list[int], first: int,
+        tokens: list[int], origins: list[int],
+    ) -> None:  # fmt: skip
+        """The end of the same for a few rows, which mostly lie in one block each."""
+        size, flat = self.limits.size, first
+        at["tokens"][first : first + len(tokens)] = tokens
+        at["origin"][first : first + len(tokens)] = origins
+        for line, row in enumerate(rows[first:], first):
+            start, count, slot = row.start, row.count, slots[line - first]
+            at["slot"][line], at["start"][line] = slot, start
+            places = at["positions"][flat : flat + count]
+            np.add(self._numbers[:count], start, out=places)
+            block, ids = start // size, self._slots.ids[slot]
+            if (start + count - 1) // size == block:
+                np.add(places, (ids[block] - block) * size, out=at["kv"][flat : flat + count])
+            else:
+                blocks, inner = np.divmod(places, size)
+                at["kv"][flat : flat + count] = ids[blocks] * size + inner
+            flat += count
+
     def _check_items(self, starts: Ints, counts: Ints, room: int) -> None:
         split, tile = self.limits.split, self._tile
-        if len(counts) <= FEW:  # a loop is quicker
-            each = zip(starts.tolist(), counts.tolist(), strict=True)
-            wanted = sum(((start + count) // split + 1) * -(-count // tile)
-                         for start, count in each if count <= SHORT)
-        else:
-            short = counts <= SHORT
-            splits = (starts[short] + counts[short]) // split + 1
-            wanted = int((splits * -(-counts[short] // tile)).sum())
+        short = counts <= SHORT
+        splits = (starts[short] + counts[short]) // split + 1
+        wanted = int((splits * -(-counts[short] // tile)).sum())
         if wanted > room:
             raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from engine.cuda.graphs import Graphs
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.cuda.picks import Picks
 from engine.cuda.plain import Plain, Written
+from engine.kernels.attention_plan import FEW
 from engine.kernels.norm import norm
 from engine.kernels.sampler import Needs, settle
 from engine.kernels.sampler_tables import (
@@ -134,6 +136,8 @@ class Settling:
         """Note what the `last` rows of a plan want, before anything changes; None = nothing."""
         if plain.whole and plain.count <= self.rows:
             return self._prepare_plain(rows, places, plain)
+        if len(rows) <= FEW:
+            return self._prepare_few(rows, places)
         first = plain.count
         wanted = _wanted(rows[first:], places[first:], first)
         groups = first + len(wanted.first)
@@ -168,6 +172,33 @@ class Settling:
         at["mask"][:] = 0
         at["count"][0], at["groups"][0] = count, groups
         at["group_row"][:groups], at["group_rows"][:groups] = begins, sizes
+        return self._draw(size, count, number, rows, places)
+
+    def _prepare_few(self, rows: list[Row], places: list[Place]) -> Draw | None:
+        """The same of a few rows, where numpy's calls would take longer than loops."""
+        wanted = _wanted(rows, places, 0)
+        groups, count = len(wanted.first), len(wanted.first) + wanted.drafts
+        if not groups:
+            return None
+        if count > self.rows:
+            raise StepTooLarge(f"{count} rows draw a token; the largest step has {self.rows}")
+        number, size = self._mirror.next(), bucket(self.sizes, count)
+        self._written.forget(number)
+        at = self._buckets[size].hosts[number]
+        end = 0
+        for slot, first, position, held, many in zip(*wanted.columns, wanted.sizes, strict=True):
+            begin, end = end, end + many
+            at["slot"][begin:end], at["first"][begin:end] = slot, first
+            numbers = self._numbers[:many]
+            at["offset"][begin:end] = numbers
+            np.add(numbers, first, out=at["picked"][begin:end])
+            np.add(numbers, position, out=at["position"][begin:end])
+            at["hold"][begin:end] = numbers < held if held > 0 else 0
+        at["picked"][count:] = 0
+        at["mask"][:] = 0
+        at["count"][0], at["groups"][0] = count, groups
+        at["group_row"][:groups] = [0, *accumulate(wanted.sizes[:-1])]
+        at["group_rows"][:groups] = wanted.sizes
         return self._draw(size, count, number, rows, places)
 
     def _prepare_plain(self, rows: list[Row], places: list[Place], plain: Plain) -> Draw:

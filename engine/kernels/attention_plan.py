@@ -12,6 +12,8 @@ passes the largest start that is possible, and items beyond the truth do nothing
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,8 +39,6 @@ def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int
     upwards, which the kernel relies on to find its neighbours' partial results.  Rows with a count
     of 0 or above SHORT get no items.  `starts` and `counts` are [S].
     """
-    if len(counts) <= FEW:
-        return _fill_few(starts, counts, items, tile, split)
     rows = np.flatnonzero((counts > 0) & (counts <= SHORT))
     tokens = counts[rows]
     tiles = -(-tokens // tile)
@@ -55,19 +55,18 @@ def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int
     return total
 
 
-def _fill_few(starts: Ints, counts: Ints, items: Ints, tile: int, split: int) -> int:
-    """The same, row by row."""
+def few_short(
+    starts: Sequence[int], counts: Sequence[int], *, tile: int, split: int
+) -> tuple[list[int], list[int]]:
+    """The items that `fill_short` would write, row by row: quicker for up to FEW of them."""
     tiles, splits = list[int](), list[int]()
-    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if 0 < count <= SHORT:
             for place in range(-(-count // tile)):
                 many = (start + min(count, (place + 1) * tile) - 1) // split + 1
                 tiles += [row * TILES + place] * many
                 splits += range(many)
-    total = len(tiles)
-    assert total <= items.shape[1], f"{total} short items, room for {items.shape[1]}"
-    items[0, :total], items[1, :total] = tiles, splits
-    return total
+    return tiles, splits
 
 
 def fill_chunks(starts: Ints, counts: Ints, items: Ints, *, tile: int) -> int:
