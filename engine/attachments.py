@@ -129,6 +129,7 @@ class Attachments:
         self._posted: deque[tuple[Attachment, Hello | Refused]] = deque()  # reader to loop
         self._several = False  # there was more than one: outs may be of one that has left
         self._waiting = False  # bytes that some socket has not taken
+        self._held: list[ToGateway] = []  # to be told once the device has its next step
         self._reader = threading.Thread(target=self._read, name="engine-reader", daemon=True)
         self._bell, self._ringer = socket.socketpair()  # ends the reader's sleep
 
@@ -141,6 +142,7 @@ class Attachments:
         """
         self._reader.start()
         engine = self._engine
+        engine.meanwhile = self._tell
         try:
             while not stop.is_set() and not self.ended:
                 engine.wait(FLUSH_S if self._waiting else IDLE_S)
@@ -148,12 +150,23 @@ class Attachments:
                 # After the step: it may have answered a gateway that came while it ran.
                 if self._posted:
                     self._post()
-                self._send(replies)
+                if engine.exposed:
+                    self._held += replies
+                else:
+                    self._tell()
+                    self._send(replies)
         finally:
+            self._tell()
             self.ended = self.ended or STOPPED
             self._ringer.close()
             self._reader.join()
         return self.ended
+
+    def _tell(self) -> None:
+        """Send what was held back."""
+        held, self._held = self._held, []
+        if held:
+            self._send(held)
 
     def _post(self) -> None:
         while self._posted:

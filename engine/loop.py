@@ -111,6 +111,7 @@ class Engine:
         self._ran = 0.0  # when the last step was launched
         self._guessed: Flight | None = None  # committed, and its chains are still to come
         self._cycles = Cycles(parts.runner.depth > 0)
+        self.meanwhile: Callable[[], None] = lambda: None  # see Stepping
 
     # ---- the loop's three calls ------------------------------------------------------------------
 
@@ -155,6 +156,12 @@ class Engine:
         """Some sequence can run, or a step is under way."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._out)
 
+    @property
+    def exposed(self) -> bool:
+        """See Stepping.  Of one sequence: with more, telling of an end later costs more."""
+        waits = self._out or self._idle or self._guessed is not None
+        return not waits and self.busy and self.scheduler.active == 1
+
     # ---- one step --------------------------------------------------------------------------------
 
     def _run(self, plan: Plan, replies: list[ToGateway]) -> None:
@@ -185,6 +192,7 @@ class Engine:
         if ahead not in (0, FREE):
             plan = dataclasses.replace(plan, guesses=max(ahead, 0), asleep=ahead == ASLEEP)
         flight = self.runner.launch(plan)
+        self.meanwhile()
         flight.alone = not self._out
         masked = [row for row in plan.rows if row.last and row.seq.grammar is not None]
         self._out += 1

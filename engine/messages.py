@@ -8,6 +8,7 @@ A frame is a u32 little-endian length followed by msgpack.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -277,6 +278,12 @@ class Stepping(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Block until there is something to do, at most so long."""
+
+    meanwhile: Callable[[], None]  # called within a step once the device has work
+
+    @property
+    def exposed(self) -> bool:
+        """The device has nothing to do until the next step begins, which it does at once."""
 
     def step(self) -> list[ToGateway]:
         """Drain the inbox, run at most one step, return the replies; raising means it is broken."""

@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.messages import (
@@ -64,6 +65,8 @@ class ScriptedEngine:
             PROTOCOL, "scripted", VOCAB, 1 << 20, 64, 1 << 14, [STOP], str(os.getpid())
         )
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.exposed = False  # there is no device
         self._step_s = step_s
         self._per_step = per_step
         self._taken: list[ToEngine] = []

@@ -134,6 +134,41 @@ def board(engine: ScriptedEngine | None = None, **options: int) -> Iterator[Boar
             gateway.socket.close()
 
 
+class Launching(ScriptedEngine):
+    """Has a device: says when it gets a step, and how many bytes its gateway had heard by then."""
+
+    def __init__(self, *given: float, **more: float) -> None:
+        super().__init__(*given, **more)
+        self.told: list[str] = []
+
+    def step(self) -> list[ToGateway]:
+        self.told.append("begins")
+        self.meanwhile()
+        self.told.append("runs")
+        replies = super().step()
+        self.exposed = self._step % 2 == 1 and bool(self._running)
+        return replies
+
+
+def test_while_the_device_waits_replies_are_told_behind_the_launch_and_none_is_lost(monkeypatch):
+    engine = Launching(step_s=0.001)
+    send = Attachments._send
+
+    def noted(self, replies):
+        if any(isinstance(reply, Step) for reply in replies):
+            engine.told.append("sends")
+        send(self, replies)
+
+    monkeypatch.setattr(Attachments, "_send", noted)
+    with board(engine) as made:
+        gateway = made.attach()
+        gateway.say(Submit("a", [1], 30))
+        assert gateway.answer("a") == [letter(i) for i in range(30)]
+    said = "".join({"begins": "(", "runs": ")", "sends": "s"}[one] for one in engine.told)
+    assert said.count("s") == 30
+    assert said.count("(s)") >= 10 and said.count(")s") >= 10
+
+
 def test_an_aborted_request_is_not_remembered_but_one_that_lost_a_choice_is():
     with board() as made:
         gateway = made.attach()

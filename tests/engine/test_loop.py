@@ -16,8 +16,9 @@ from engine.messages import (
     Submit,
     TurnEnd,
 )
+from engine.proposer import FREE
 from tests.driver import Run, answers, make
-from tests.proposers import OracleDrafts, RandomDrafts
+from tests.proposers import OracleDrafts, RandomDrafts, Steered
 from tests.scripted import EOS
 from tests.tiny import write_llama
 
@@ -352,3 +353,22 @@ def test_a_stop_id_inside_an_accepted_run_ends_it_there(folder):
     run = Run(engine).put(ask).drain()
     assert run.tokens["a", 0] == cut
     assert run.outs["a", 0][-1].stopped and run.finish(("a", 0)) == "stop"
+
+
+@pytest.mark.parametrize("ahead", [0, FREE])
+def test_only_a_lone_step_that_is_waited_for_leaves_the_device_exposed(folder, ahead):
+    """Then replies are told behind the next launch; in every other case at once."""
+    engine = make(folder, drafts=Steered({}, lambda: ahead), depth=1)
+    launched: list[bool] = []
+    engine.meanwhile = lambda: launched.append(engine.busy)
+    run = Run(engine).put(Submit("a", prompt(9), 6, GREEDY))
+    seen = []
+    while not run.finish(("a", 0)):
+        run.step()
+        seen.append(engine.exposed)
+    assert seen[-1] is False and launched and all(launched)
+    assert sum(seen) == (4 if ahead == 0 else 0)  # behind the last but one nobody takes a draft
+    run.put(*(Submit(name, prompt(9), 6, GREEDY) for name in "bc"))
+    while not (run.finish(("b", 0)) and run.finish(("c", 0))):
+        run.step()
+        assert not engine.exposed
