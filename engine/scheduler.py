@@ -314,11 +314,10 @@ class Scheduler:
             seq.drafted += len(row.draft)
             seq.accepted += accepted.matched
             seq.drop_draft()
-        if accepted.forced:
+        if accepted.forced or accepted.undrawn:  # the latter draws behind its newest token again
             seq.replace()
-            seq.computed -= self.lookahead > 0  # a device draft consumed what had been drawn
-        elif accepted.undrawn:  # the newest token is computed once more, and drawn behind again
-            seq.replace()
+            if accepted.forced and self.lookahead:  # a device draft consumed what had been drawn
+                seq.computed -= 1
         self._publish(seq)
         if seq.siblings:
             self._fork(seq)

@@ -24,6 +24,7 @@ from engine.kernels.norm import norm as rms_norm
 from engine.kernels.overlap import OFF
 from engine.kernels.project import project
 from engine.kernels.rope import rotate_and_store
+from engine.kernels.taps import keep
 from engine.layers import Linear, Norm, rotary_frequencies
 
 if TYPE_CHECKING:
@@ -188,7 +189,8 @@ class KernelOps:
         width = x.shape[1]
         kept = self._kept[: self._count, self._taken * width : (self._taken + 1) * width]
         self._taken += 1
-        return kept.copy_(x)
+        keep(x, kept, overlap=self._overlap)
+        return kept
 
     def joined(self, kept: list[Tensor]) -> Tensor:
         """See Ops; they lie so."""

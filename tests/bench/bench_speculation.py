@@ -4,9 +4,10 @@
     python -m tests.bench.bench_speculation smollm2 --out OUT --loads FOLDER --clients 1,4
 
 Both stay up side by side; a pair is the same requests to one, then to the other, and pairs change
-their order.  calls: forced tool calls over the schemas of toolcheck.py.  prompts: those of load.py,
-with no end token.  chat: questions that no trained head has seen.  All greedy.  The ratio is the
-mean over pairs, with a 95 % interval by Student's t.  OUT/speculation.json keeps every row.
+their order, so an even number is fair.  calls: forced tool calls over the schemas of toolcheck.py.
+prompts: those of load.py, with no end token.  chat: questions that no trained head has seen.  All
+greedy.  The ratio is the mean over pairs, with a 95 % interval by Student's t.
+OUT/speculation.json keeps every row.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def main() -> int:
     parser.add_argument("--works", default=",".join(WORKS), type=lambda text: text.split(","))
     parser.add_argument("--clients", default="1,8,32,128",
                         type=lambda text: [int(one) for one in text.split(",")])
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--on", default='{"method":"hybrid"}', help="--speculative-config")
     parser.add_argument("--serve-args", default="", help="of both servers")
     parser.add_argument("--salt", type=int, default=1, help="of the prompts")

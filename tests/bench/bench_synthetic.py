@@ -104,6 +104,7 @@ def _ask(name: str, context: int, output: int, vocab: int, seed: int) -> Submit:
 def of_batch(engine: Engine, batch: int, given: argparse.Namespace) -> str:
     """The line of one batch."""
     size = batch, given.context, given.output
+    window(engine, *size)  # all later ones start on the KV that prompts got here
     known = window(engine, *size).texts
     drafts = ByLot(known, given.drafts, given.chance)
     ratios, pairs = list[float](), list[tuple[Window, Window]]()
@@ -134,7 +135,8 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", default="1,8,32",
                         type=lambda text: [int(one) for one in text.split(",")])
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--context", type=int, default=1025, help="tokens of each prompt; whole "
+                        "blocks and one, which is all that is computed again")
     parser.add_argument("--output", type=int, default=192, help="tokens of each answer")
     parser.add_argument("--drafts", type=int, default=4, help="tokens of a chain")
     parser.add_argument("--chance", type=float, default=0.8, help="of each token to be right")
