@@ -316,8 +316,7 @@ class Scheduler:
             seq.drop_draft()
         if accepted.forced or accepted.undrawn:  # the latter draws behind its newest token again
             seq.replace()
-            if accepted.forced and self.lookahead:  # a device draft consumed what had been drawn
-                seq.computed -= 1
+            seq.computed -= accepted.forced and self.lookahead > 0  # a device draft consumed it
         self._publish(seq)
         if seq.siblings:
             self._fork(seq)
