@@ -33,6 +33,9 @@ class GrammarEnd(Protocol):
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """How many of the tokens are legal in a row from here; moves nothing."""
 
+    def allows(self, token: int) -> bool:
+        """Whether a mask would let it be drawn: it is legal, or may end the output here."""
+
 
 class Verdict(Protocol):
     """What a closing plan says of a run: engine/grammar/closing.py's Taken."""
@@ -162,7 +165,7 @@ def _stray(token: int, end: End) -> bool:
     grammar = end.grammar
     if grammar is None or token < 0:
         return False
-    return not (grammar.accepting if token in end.stop_ids else grammar.valid_prefix([token]))
+    return not grammar.allows(token)
 
 
 def _ending(token: int, end: End, used: int) -> str:

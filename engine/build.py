@@ -129,7 +129,8 @@ def build(
         pool=pool,
         sessions=SessionTable(pool, config.cache),
         compiler=grammar,
-        masks=Masks(shape.vocab, config.max_sequences * (config.max_drafts + 1), _maskers(device)),
+        masks=Masks(shape.vocab, min(config.max_sequences * (drafts + 1), config.max_batch_tokens),
+                    _maskers(device)),
         threads=threads,
     )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.sequence import Sequence
 
 _ORDER = {source: place for place, source in enumerate(DRAFT_SOURCES)}
+RECOVER = 64  # times that drafts are asked for until they may be a token longer again
 MOST_WAIT = 16  # tokens between two looks at a sequence for which little was found
 
 
@@ -35,6 +36,8 @@ class Guessing:
         self._device = head.source if head is not None else ""
         self._most = most
         self._vocab = vocab
+        self._cap = most  # draft tokens a sequence; fewer after a step that was too large
+        self._asked = 0  # times
         self._runs_ahead = False  # the newest step does not wait for this
         self.rounds = 0  # rows that verified a draft
         self.drafted = 0  # tokens verified
@@ -66,6 +69,9 @@ class Guessing:
         if self._runs_ahead and scheduler.active > 1:
             if any(seq.pending for seq in scheduler.running):
                 return
+        self._asked += 1
+        if self._cap < self._most and self._asked % RECOVER == 0:
+            self._cap += 1
         found = self._asking(scheduler)
         asked = [seq for seq, _ in found if not seq.pending]
         turns = [_turn(seq, limit) for seq, limit in found if not seq.pending]
@@ -128,9 +134,15 @@ class Guessing:
                 longest = max(longest, room)
         return min(length, longest) if able else FREE
 
+    def retreat(self, seqs: list[Sequence]) -> None:
+        """A step was too large with their drafts: those are dropped, and later ones shorter."""
+        self._cap = max(1, self._cap // 2)
+        for seq in seqs:
+            seq.drop_draft()
+
     def _room(self, seq: Sequence) -> int:
         """Draft tokens that may be verified for it now: the row's own token comes behind them."""
-        return min(self._most, seq.remaining - 1, seq.submit.max_drafts)
+        return min(self._most, self._cap, seq.remaining - 1, seq.submit.max_drafts)
 
     def take(self, seq: Sequence, tokens: list[int]) -> None:
         """What the device drafted for a sequence."""
@@ -153,7 +165,7 @@ class Guessing:
             bad = (not 0 <= token < self._vocab for token in tokens)
             tokens = tokens[: next(place for place, is_bad in enumerate(bad) if is_bad)]
         if seq.grammar is not None:
-            tokens = tokens[: seq.grammar.valid_prefix(tokens)]
+            tokens = tokens[: seq.grammar.guessable(tokens)]
         seq.draft = tokens
         seq.sources = draft.sources[: len(tokens)] or (source,) * len(tokens)
 

@@ -178,6 +178,10 @@ class Engine:
             self.scheduler.cancel(plan)
             self._collect(0, replies)  # preemption needs to know all that the device does
             left = [row.seq for row in plan.rows if not row.seq.gone]
+            if any(row.draft for row in plan.rows):  # nobody is to yield to guesses
+                self.guessing.retreat(left)
+                plan = self.scheduler.plan()
+                continue
             if left and len(plan.rows) == 1:
                 request = left[0].submit.id
                 self.intake.abort(request)
@@ -323,7 +327,7 @@ class Engine:
         self.scheduler.commit(row, accepted)
         if accepted.forced:
             self._substituted += 1
-        if accepted.forced or accepted.undrawn:
+        if accepted.forced or (accepted.undrawn and seq.history is not None):
             self.runner.forget(seq)  # it holds another newest token, and has counted that one
         self._redrawn += accepted.undrawn
         overflow = outs.overflow(seq, accepted)

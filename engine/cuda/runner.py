@@ -39,7 +39,7 @@ from engine.kernels.decode_attention import DecodeScratch
 from engine.kernels.decode_attention import workers as attention_workers
 from engine.kernels.launch import compiling
 from engine.kernels.sampler_tables import refusal
-from engine.proposer import CapturedDraft
+from engine.proposer import LENGTHS, CapturedDraft
 
 if TYPE_CHECKING:
     from cache.pages import Pages
@@ -135,7 +135,8 @@ class CudaRunner:
     @property
     def lookahead(self) -> int:
         """Slots that a sequence needs beyond its wanted tokens: the device draft writes ahead."""
-        return self.most.drafts + 1 if self._draft is not None else 0
+        longest = LENGTHS[-1] if isinstance(self._draft, CapturedDraft) else self.most.drafts
+        return min(self.most.drafts, longest) + 1 if self._draft is not None else 0
 
     @property
     def sizes(self) -> Collection[int]:

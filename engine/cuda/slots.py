@@ -120,13 +120,14 @@ class Slots:
     def upload(self) -> None:
         """Send what `place` noted to the device, in stream order."""
         fresh, records = self._fresh, self._params.records
-        if not fresh and not records:
-            return
         device, count = self.table.device, len(fresh)
-        if len(records) * WORDS <= UPDATES and count <= UPDATES:
-            self._upload_few(fresh, records)
-            self._fresh = []
-            records.clear()
+        if fresh or records:
+            if len(records) * WORDS <= UPDATES and count <= UPDATES:
+                self._upload_few(fresh, records)
+                self._fresh = []
+                records.clear()
+        elif not self._params.staged:
+            return
         self._params.upload()
         if not self._fresh:
             return

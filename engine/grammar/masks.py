@@ -56,8 +56,9 @@ class Masks:
         the call `legal[i]` is how many drafts of request i are legal (a stop id is not): the engine
         cuts the draft there, and the rows behind that are all zero.
 
-        Of the requests whose places are in `lean` only the first row is computed, and those where a
-        token is forced: the rows between allow everything.
+        Of the requests whose places are in `lean` only the first row is computed in which no token
+        is forced: later ones allow everything, but where one is.  (That row gives a lexer its fuel,
+        so there has to be one a step.)
         """
         for span in self._used:
             self._rows[span] = self._open
@@ -91,7 +92,7 @@ class Masks:
         lone: list[tuple[int, int]],
     ) -> Request | None:  # fmt: skip
         """What of a request must be computed: all from the first row on in which no token is
-        forced, or a lean one's first row; None = nothing.  Forced rows go to `lone`.
+        forced, or of a lean one that row; None = nothing.  Forced rows go to `lone`.
 
         Where a text is forced a mask is one token, so it needs no computing; another cut of that
         text is no way to go on, so the draft is cut there.
@@ -101,20 +102,18 @@ class Masks:
         self.legal.append(legal)
         lone += [(place, token) for place, token in enumerate(only, row) if token is not None]
         gaps = [place for place, token in enumerate(only) if token is None]
-        free = [gap for gap in gaps if gap] if lean else ()
+        free = gaps[1:] if lean else ()
         for gap in free:
             self._rows[row + gap] = self._open
         covered = range(row, row + len(drafts) + 1)
         self.filled += [place for place in covered if place - row not in free] if free else covered
-        if not gaps or (lean and gaps[0]):
+        if not gaps:
             return None
-        if lean:
-            return row, state, ()
         start = state
         if gaps[0]:
             start = state.clone()
             start.accept_all(drafts[: gaps[0]])
-        return row + gaps[0], start, drafts[gaps[0] : legal]
+        return row + gaps[0], start, () if lean else drafts[gaps[0] : legal]
 
     def _compute(self, fresh: Sequence[Request]) -> None:
         """Compute all rows of these requests, whose drafts are legal, in one native call.

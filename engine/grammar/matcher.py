@@ -16,6 +16,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from engine.grammar.costly import Costly, Refusal
+from engine.grammar.dear import dear
 from engine.grammar.hints import read
 from engine.grammar.planner import Planner
 from engine.grammar.prose import Prose
@@ -199,7 +200,7 @@ class Compiler:
         mask.flags.writeable = False
         free = grammar.trigger or grammar.opening
         prose = Prose(grammar.trigger.encode(), b"", grammar.opening.encode()) if free else None
-        start = State(matcher, self.vocabulary, prose, {})
+        start = State(matcher, self.vocabulary, prose, {}, dear(grammar.lark))
         planner = Planner(start, self.vocabulary, read(grammar.lark))
         if planner.start_plan is None:
             raise GrammarRefused(

@@ -24,7 +24,7 @@ Past = tuple[int, Prose, "Past | None"]  # (step, the text before it, what was b
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_ahead", "_lexical", "_past", "_prose", "_run", "_vocabulary", "matcher",
+    __slots__ = ("_ahead", "_lexical", "_past", "_prose", "_run", "_vocabulary", "dear", "matcher",
                  "prose_masks", "steps")  # fmt: skip
 
     def __init__(
@@ -33,9 +33,11 @@ class State:
         vocabulary: Vocabulary,
         prose: Prose | None,
         prose_masks: ProseMasks,
+        dear: bool = False,
     ) -> None:
         self.matcher = matcher  # for masks.py only, as is the next
         self.prose_masks = prose_masks  # of the grammar: masks of free text that were needed before
+        self.dear = dear  # the grammar is, see dear.py
         self.steps = 0  # tokens accepted and not rolled back
         self._vocabulary = vocabulary
         self._prose = prose  # None: not in free text
@@ -176,6 +178,18 @@ class State:
         legal: int = self.matcher.validate_tokens(self._vocabulary.words(tokens))
         return legal
 
+    def allows(self, token: int) -> bool:
+        """Whether a mask would hold the token: it is legal, or a stop id where those are."""
+        if token in self._vocabulary.stops:
+            return self.accepting
+        return self.valid_prefix([token]) == 1
+
+    def guessable(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens may be a draft: legal ones, in a dear grammar forced ones."""
+        if self.dear:
+            return _shared(self._forced(), tokens, 0)
+        return self.valid_prefix(tokens)
+
     def closes(self, tokens: Sequence[int]) -> bool:
         """Whether the tokens, none of them a stop id, are legal from here and may end the output.
 
@@ -234,7 +248,9 @@ class State:
 
     def clone(self) -> State:
         """An independent copy."""
-        other = State(self.matcher.deep_copy(), self._vocabulary, self._prose, self.prose_masks)
+        other = State(
+            self.matcher.deep_copy(), self._vocabulary, self._prose, self.prose_masks, self.dear
+        )
         other.steps, other._past = self.steps, self._past
         other._lexical = self._lexical.copy()
         other._run = None if self._run is None else self._run.copy()

@@ -208,6 +208,11 @@ class SlotParams:
         """The staged records by slot, int32 [WORDS]; whoever sent them clears this."""
         return self._records
 
+    @property
+    def staged(self) -> bool:
+        """Something is left to be sent."""
+        return bool(self._records or self._bias or self._history)
+
     def upload(self) -> None:
         """Send what was staged since the last call to the device, in stream order, and forget it.
 

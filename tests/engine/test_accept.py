@@ -34,14 +34,16 @@ class Script:
     refused: tuple[int, ...] = ()
     length: int = 100
     accepting: bool = False
+    ends: tuple[int, ...] = ()  # its stop ids
     seen: list[int] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         return len(self.seen) >= self.length
 
-    def valid_prefix(self, tokens: list[int]) -> int:
-        return next((i for i, token in enumerate(tokens) if token in self.refused), len(tokens))
+    def allows(self, token: int) -> bool:
+        assert token >= 0
+        return self.accepting if token in self.ends else token not in self.refused
 
     def accept(self, token: int) -> bool:
         if token in self.refused:
@@ -103,7 +105,7 @@ def test_a_row_without_a_mask_that_drew_what_is_not_legal_is_to_be_drawn_again()
     """Behind the first token only: that one always had a mask, so there it is an error."""
     for refused, stop_ids in (((2,), ()), ((), (2,))):  # a stop id where the output may not end
         def end(lean: bool, refused=refused, stop_ids=stop_ids) -> End:
-            return End(9, stop_ids, Script(refused), lean=lean)
+            return End(9, stop_ids, Script(refused, ends=stop_ids), lean=lean)
 
         assert accept([1, 2, 3], [1, 2], end(True)) == Accepted([1], 1, "", False, undrawn=True)
         assert accept([1, 2], [1], end(True)) == Accepted([1], 1, "", False, undrawn=True)
@@ -111,8 +113,11 @@ def test_a_row_without_a_mask_that_drew_what_is_not_legal_is_to_be_drawn_again()
         assert accept([1, 2], [1], end(False)).finish == other
         assert accept([2, 3], [2], end(True)).finish == other
     assert accept([1, -1], [1], End(9, grammar=Script(), lean=True)).finish == "error"
-    fine = End(9, [2], Script(accepting=True), lean=True)
+    fine = End(9, [2], Script(accepting=True, ends=(2,)), lean=True)
     assert accept([1, 2], [1], fine) == Accepted([1, 2], 1, "stop", True)
+    # A stop id of the request alone is a token like any other to the grammar.
+    foreign = End(9, [2], Script((2,), accepting=True), lean=True)
+    assert accept([1, 2], [1], foreign).undrawn
 
 
 def test_our_own_mistakes_are_named():

@@ -20,6 +20,7 @@ class Planned:
     instead: int | None = None
     overridden: int = 0
     accepting: bool = True
+    ends: tuple[int, ...] = ()
     seen: list[int] = field(default_factory=list)
 
     @property
@@ -29,6 +30,10 @@ class Planned:
     def valid_prefix(self, tokens):
         legal = next((i for i, t in enumerate(tokens) if t in self.refused), len(tokens))
         return min(legal, self.length - len(self.seen))
+
+    def allows(self, token):
+        assert token >= 0
+        return self.accepting if token in self.ends else token not in self.refused
 
     def take(self, run, budget):
         assert len(run) <= budget
@@ -102,8 +107,8 @@ def test_with_a_plan_too_what_was_drawn_without_a_mask_and_is_not_legal_is_drawn
 
     again = Accepted([1], 1, "", False, undrawn=True)
     assert accept([1, 2, 3], [1, 2], lean(refused=(2,))) == again
-    assert accept([1, 2], [1], lean(stop_ids=[2], accepting=False)) == again
-    assert accept([1, 2], [1], lean(stop_ids=[2])) == Accepted([1, 2], 1, "stop", True)
+    assert accept([1, 2], [1], lean(stop_ids=[2], ends=(2,), accepting=False)) == again
+    assert accept([1, 2], [1], lean(stop_ids=[2], ends=(2,))) == Accepted([1, 2], 1, "stop", True)
     assert accept([2, 3], [2], lean(refused=(2,))).finish == "error"
     assert accept([1, -1], [1], lean()).finish == "error"
     # The plan spoke first: what lies behind its token was not looked at.

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from engine.cuda import slots as cuda_slots  # noqa: E402
 from engine.cuda.slots import Slots  # noqa: E402
+from engine.kernels import sampler_tables  # noqa: E402
 from engine.kernels.embed import UPDATES  # noqa: E402
 from engine.kernels.sampler_tables import WORDS, SlotParams, SlotTables  # noqa: E402
 from engine.messages import Sampling, Submit  # noqa: E402
@@ -124,3 +125,43 @@ def test_records_of_few_or_many_new_sequences_are_the_same(count):
     slots.tables.records.zero_()
     slots.upload()  # nothing is new: nothing is sent
     assert before.any() and not slots.tables.records.any()
+
+
+def test_a_bias_that_found_no_memory_is_sent_with_the_next_step(monkeypatch):
+    sampling = Sampling(temperature=0.5, bias=((3, 1.5),), frequency=0.3)
+    seq = sequence("a", [1], sampling)
+    seq.tokens.append(9)
+    slots = Slots(2, 8, VOCAB, torch.device(DEVICE))
+    slot = slots.place(seq).slot
+    sent, failing = sampler_tables._sent, [True]
+
+    def short(array, device):
+        if failing:
+            raise torch.OutOfMemoryError
+        return sent(array, device)
+
+    monkeypatch.setattr(sampler_tables, "_sent", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        slots.upload()
+    failing.clear()
+    slots.upload()
+    assert slots.tables.bias_ids[slot, 0] == 3 and slots.tables.bias_values[slot, 0] == 1.5
+    assert slots.tables.history[slot, [1, 9]].tolist() == [1, 2]
+    assert slots.table[slot, 0] == 1 and slots.tables.records[slot].any()
+
+
+def test_many_blocks_of_few_sequences_go_another_way():
+    slots = Slots(4, UPDATES, VOCAB, torch.device(DEVICE))
+    seqs = [sequence(f"s{i}", [UPDATES * i + j for j in range(UPDATES - 1)]) for i in range(3)]
+    for seq in seqs:
+        slots.place(seq)
+    slots.upload()
+    for seq in seqs:
+        slot = slots.place(seq).slot
+        assert slots.table[slot, : UPDATES - 1].tolist() == [block.id for block in seq.blocks]
+        assert slots.tables.records[slot].any()
+    late = sequence("late", [])
+    slot = slots.place(late).slot
+    before = slots.table.clone()
+    slots.upload()  # a record alone: no block id of a step before is written again
+    assert slots.tables.records[slot].any() and torch.equal(slots.table, before)

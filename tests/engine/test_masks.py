@@ -148,7 +148,7 @@ def test_the_masks_of_mixed_steps_are_those_of_each_request_alone(
 
 
 @pytest.mark.parametrize("unused", [0, 5])
-def test_a_lean_request_has_its_first_row_and_what_is_forced_behind_it(unused: int) -> None:
+def test_a_lean_request_has_its_first_row_that_is_not_forced_and_all_that_are(unused: int) -> None:
     text, size = merged_tokenizer_json(WORDS)
     vocab, rng = size + unused, random.Random(unused)
     compiler = Compiler(text, vocab, [EOS])
@@ -173,11 +173,12 @@ def test_a_lean_request_has_its_first_row_and_what_is_forced_behind_it(unused: i
         wanted = whole.fill(requests, at).numpy()
         assert masks.legal == whole.legal and whole.filled == list(range(at))
         for i, (row, state, drafts) in enumerate(requests):
-            walker = state.clone()
+            walker, gaps = state.clone(), 0
             for place in range(len(drafts) + 1):
                 here = row + place
-                alone = place > 0 and place <= whole.legal[i] and walker.only is None
-                if i in lean and alone:
+                gap = place <= whole.legal[i] and walker.only is None
+                gaps += gap
+                if i in lean and gap and gaps > 1:
                     assert (got[here] == open_row).all() and here not in masks.filled
                     left_open += 1
                 else:

@@ -105,3 +105,15 @@ def test_beside_prompts_that_cost_what_they_compute_nothing_is_drafted() -> None
     assert sum(choose(learned(line, MARKS), [likely] * 4)) > 0
     assert choose(learned(knee, MARKS), [likely] * 4, 64) == [8] * 4  # there rows are free
     assert sum(choose(learned(knee, MARKS), [likely] * 4, 512)) == 0
+
+
+def test_times_of_many_numbers_of_rows_are_those_of_each():
+    """Also where the curve falls, is flat, or ends, and for few numbers, which take a loop."""
+    chance = random.Random(4)
+    for _ in range(300):
+        times = StepTimes(chance.choice([0.0, 0.002, 0.3]))
+        for _ in range(chance.randrange(40)):
+            times.observe(chance.choice([1, 2, 3, 5, 9, 30, 70, 200, 900]), chance.uniform(0.1, 9))
+        first, count = chance.randrange(1, 400), chance.choice([0, 1, 11, 12, 13, 200])
+        found = times.each(first, count)
+        assert found == [times(rows) for rows in range(first, first + count)]
