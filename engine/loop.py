@@ -268,7 +268,7 @@ class Engine:
             self.runner.supply(flight, masks, self._masks.filled)
 
     def _is_lean(self, row: Row) -> bool:
-        """Whether rows behind the first go without a mask where no token is forced.
+        """Whether rows behind the first that is not forced go without a mask, if they are not.
 
         A mask costs the host tens to hundreds of microseconds, mostly for a token that was drawn
         without it, too: the largest of all logits, if it is legal, is the largest of those that

@@ -167,10 +167,11 @@ def test_decode_rows_around_every_boundary(heads, kv_heads, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1), (8, 1), (16, 1)])
 def test_verification_rows_across_every_boundary(heads, kv_heads, dtype):
     rows = [Row(place, place, count) for place, count in
-            [(0, 5), (0, 16), (60, 5), (63, 2), (120, 16), (124, 5), (126, 3), (250, 9)]]
+            [(0, 5), (0, 16), (60, 5), (63, 2), (120, 16), (124, 5), (126, 3), (250, 9),
+             (0, plan.SHORT), (50, plan.SHORT), (120, 17), (250, plan.SHORT - 1)]]
     step = Step(Model(heads, kv_heads, dtype=dtype), rows)
     step.check(step.run())
 
@@ -180,7 +181,8 @@ def test_verification_rows_across_every_boundary(heads, kv_heads, dtype):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1)])
 def test_chunks_fresh_and_resumed(heads, kv_heads, pages, dtype):
     rows = [Row(place + count, place, count) for place, count in
-            [(0, 17), (0, 64), (0, 130), (62, 65), (64, 64), (126, 20), (127, 20), (130, 70)]]
+            [(0, plan.SHORT + 1), (0, 64), (0, 130), (62, 65), (64, 64), (126, 36), (127, 36),
+             (130, 70)]]
     step = Step(Model(heads, kv_heads, dtype=dtype), rows)
     step.check(step.run(shape=replace(SHAPES[32], pages=pages)))
 
@@ -250,9 +252,9 @@ def test_a_token_has_the_same_bits_alone_and_among_others(heads, kv_heads, dtype
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("start", [0, 60, 123, 126, 250])
-def test_a_verification_row_is_its_tokens_one_by_one(start, dtype):
+@pytest.mark.parametrize("count", [7, plan.SHORT])
+def test_a_verification_row_is_its_tokens_one_by_one(count, start, dtype):
     model = Model(6, 2, dtype=dtype)
-    count = 7
     whole = Step(model, [Row(5, start, count), *decodes([200])])
     verified = whole.row(whole.run(), 0)
     for k in range(count):
@@ -275,7 +277,7 @@ def test_two_launches_give_the_same_bits(dtype):
 def test_a_plan_for_more_than_there_is_changes_nothing():
     """The host may not know yet how many drafts were accepted: it plans for the most."""
     model = Model(4, 1)
-    rows = [Row(1, 126, 1), Row(2, 250, 3), Row(3, 64, 18)]
+    rows = [Row(1, 126, 1), Row(2, 250, 3), Row(3, 64, plan.SHORT + 2)]
     step = Step(model, rows)
     wanted = step.run()
     starts = np.array([row.start + 5 for row in rows], np.int32)
