@@ -23,8 +23,7 @@ class Cycles:
         """`piped`: steps may run ahead of the host; if none does, a step's own time is enough."""
         self._piped = piped
         self._since = 0.0  # when the newest results came; 0 = nothing can be said of the next step
-        # Of that step: launched alone, masked, one half.
-        self._kind: tuple[bool, bool, bool] | None = None
+        self._kind: tuple[bool, bool] | None = None  # of that step: launched alone, masked
         self._guesses, self._chain_s = 0, 0.0  # what the device drafted behind it
 
     def paused(self) -> None:
@@ -40,11 +39,10 @@ class Cycles:
         for row in plan.rows:
             drew += row.last
             masked += row.last and row.seq.grammar is not None
-        kind = flight.alone and not flight.halves, 2 * masked > drew, flight.halves
+        kind = flight.alone, 2 * masked > drew
         known = self._since and of == 1 and kind == self._kind
         seconds = now - self._since if known and flight.seconds else 0.0
-        ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind[:2],
-                  (1 + flight.halves) * drew, halves=flight.halves)
+        ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind, drew)
         self._since, self._kind = now, kind
         self._guesses, self._chain_s = 0, 0.0
         return ran

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.messages import DRAFT_PLACES, DRAFT_SOURCES
-from engine.proposer import ASLEEP, FREE, HALVES, Draft, Load, Turn
+from engine.proposer import ASLEEP, FREE, Draft, Load, Turn
 
 if TYPE_CHECKING:
 
@@ -39,7 +39,6 @@ class Guessing:
         self._cap = most  # draft tokens a sequence; fewer after a step that was too large
         self._asked = 0  # times
         self._runs_ahead = False  # the newest step does not wait for this
-        self.sleeps = False  # and a device draft leaves it out
         self.rounds = 0  # rows that verified a draft
         self.drafted = 0  # tokens verified
         self.accepted = 0
@@ -107,24 +106,18 @@ class Guessing:
         if self.host is None and not self._device:
             return FREE
         count = masked = 0
-        for seq in scheduler.running:
-            if seq.pending:  # also of a half that flies
+        for row in plan.rows:
+            if row.last:
                 count += 1
-                masked += seq.grammar is not None
+                masked += row.seq.grammar is not None
         found = self._most
         if self.host is not None:
             load = Load(count, _beside(scheduler), 2 * masked > count)
             found = self.host.ahead(load, self._most if self._device else 0)
-        if found == HALVES and self._wanted(plan, 0) == FREE:
-            found = ASLEEP
-        elif found >= 0:
-            found = self._wanted(plan, found)
-        # A prompt is read all the same: the draft could never do so later.
-        self.sleeps = found in (ASLEEP, HALVES) and all(
-            row.count == 1 + len(row.draft) for row in plan.rows)
-        if found == ASLEEP and not self.sleeps:
-            found = FREE
-        self._runs_ahead = found in (FREE, ASLEEP)
+            if found == ASLEEP and any(row.count > 1 + len(row.draft) for row in plan.rows):
+                found = FREE  # a prompt: the draft could never read it later
+        found = found if found < 0 else self._wanted(plan, found)
+        self._runs_ahead = found < 0
         return found
 
     def _wanted(self, plan: Plan, length: int) -> int:

@@ -39,7 +39,7 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.pace import Pace
-from engine.proposer import FREE, HALVES, AnyDraft, HostDrafts, head_maker, proposer
+from engine.proposer import ASLEEP, FREE, AnyDraft, HostDrafts, head_maker, proposer
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
@@ -194,13 +194,10 @@ class Engine:
         """Take a plan through the phases; collect what is old enough."""
         ahead = self.guessing.ahead(plan, self.scheduler)
         if ahead not in (0, FREE):
-            plan = dataclasses.replace(
-                plan, guesses=max(ahead, 0), asleep=self.guessing.sleeps
-            )
+            plan = dataclasses.replace(plan, guesses=max(ahead, 0), asleep=ahead == ASLEEP)
         flight = self.runner.launch(plan)
         self.meanwhile()
-        flight.alone, flight.halves = not self._out, self.scheduler.halves
-        self.scheduler.halves = ahead == HALVES
+        flight.alone = not self._out
         masked = [row for row in plan.rows if row.last and row.seq.grammar is not None]
         self._out += 1
         try:

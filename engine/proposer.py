@@ -69,13 +69,11 @@ class Ran(NamedTuple):
     masked: bool = False
     sequences: int = 0  # that drew in it
     tokens: int = 0  # that it gave
-    halves: bool = False  # it was of one half, and `sequences` are those of both
 
 
 # Answers of HostDrafts.ahead beside lengths of chains.
 FREE = -1  # the next step need not wait for this one's results
 ASLEEP = -2  # and a device draft leaves this one out: it would not be asked soon
-HALVES = -3  # steps are of one half of the sequences, then of the other: each waits for its own
 
 
 class HostDrafts(Protocol):
@@ -108,11 +106,10 @@ class HostDrafts(Protocol):
         """Learn what a step took."""
 
     def ahead(self, load: Load, most: int) -> int:
-        """What follows a step: FREE, ASLEEP, HALVES, or the tokens a device is to draft behind it.
+        """What follows a step: FREE, ASLEEP, or the tokens that a device is to draft behind it.
 
-        With HALVES `propose` is asked for each half while the other one's step runs.  With 0 and
-        more the next step waits for this one's results, and `propose` is asked between them; chains
-        have up to `most` tokens, 0 where no device drafts.
+        With 0 and more the next step waits for this one's results, and `propose` is asked between
+        them; chains have up to `most` tokens, 0 where no device drafts.
         """
 
     def forget(self, key: Key) -> None:

@@ -48,7 +48,6 @@ class Flight:
     seconds: float = 0.0  # from when the device was free for it to its last draw; 0 = not measured
     chain_s: float = 0.0  # what the device draft took behind it; known with its guesses
     alone: bool = False  # launched when all before it was known
-    halves: bool = False  # of sequences of which none flew, while others may have
 
 
 class StepRunner(Protocol):

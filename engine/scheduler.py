@@ -6,10 +6,11 @@ never stall them; among prompts the shorter one goes first unless the longer one
 (rank).  When blocks run out the youngest sequence is preempted: it keeps its tokens, loses its
 blocks, and comes back through the cache.
 
-A plan may be made while the step before still flies: it starts behind what that one computes and
-counts the tokens that it draws.  Blocks that a commit frees meanwhile are handed out at once: what
-the flight still writes there comes before the new owner's first write.  Only preemption needs exact
-state: who flies is not preempted, the plan is `short`, and the next one waits for the flight.
+A plan may be made while the step before still flies (engine/runner.py): it starts behind what that
+one computes and counts the tokens that it draws.  Blocks that a commit frees meanwhile can be
+handed out at once, as the device runs its steps in order: whatever the flight still writes there
+comes before the new owner's first write.  Only preemption needs exact state: a sequence that flies
+is never preempted, the plan is left `short`, and the next one has to wait for the flight.
 
 Continuous batching: Yu et al., Orca (2022).  Chunked prefill: Agrawal et al., Sarathi (2023).
 """
@@ -22,7 +23,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cache.blocks import OutOfBlocks
-from engine.halves import half
 from engine.plan import Plan, Row
 from engine.publish import publish, publish_tail
 
@@ -52,7 +52,6 @@ class Scheduler:
     running: list[Sequence] = field(default_factory=list)  # sorted by order
     living: dict[str, list[Sequence]] = field(default_factory=dict)  # by request, forks to come too
     short: bool = False  # the last plan lacked blocks that only flying sequences could give
-    halves: bool = False  # the next plan has one half of those that decode
     preemptions: int = 0
     wasted: int = 0  # rows of sequences that had ended meanwhile, or got another token (Row.vain)
     prefix_queries: int = 0  # tokens
@@ -91,9 +90,10 @@ class Scheduler:
         self, root: bytes, tokens: list[int], hits: list[Block]
     ) -> tuple[Block, int] | None:
         """The block that begins like what follows the hits; never the whole prompt."""
-        parent = hits[-1].key if hits else root
-        if not self.config.prefix_caching or parent is None:
+        if not self.config.prefix_caching or (hits and hits[-1].key is None):
             return None
+        parent = hits[-1].key if hits else root
+        assert parent is not None
         found = self.pool.match_part(parent, tokens[len(hits) * self.pool.size : -1])
         back = self.lookahead > 0  # a device draft keeps features of whole blocks only
         return (found[0], found[1] - back) if found else None
@@ -105,8 +105,6 @@ class Scheduler:
         self.short = False
         rows: list[Row] = []
         decoders, prefills = self._split()
-        if self.halves:
-            decoders = half(decoders, self.running)
         prompts = self.config.max_batch_tokens
         if decoders:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
@@ -117,12 +115,13 @@ class Scheduler:
             if prompts > 0 and seq in self.running and (row := self._row(seq, prompts, rows)):
                 rows.append(row)
                 prompts -= row.count
-        prompts, self._held = 0 if self._held else prompts, False
+        if self._held:
+            prompts, self._held = 0, False
         while prompts > 0 and (admitted := self._admit()):
             if row := self._row(admitted, prompts, rows):
                 rows.append(row)
                 prompts -= row.count
-        if not rows:  # never launched: what forks want copied waits for the next one
+        if not rows:  # it is never launched: what forks want copied waits for the next one
             return Plan([], [], [])
         fresh, copies, self._fresh, self._copies = self._fresh, self._copies, [], []
         return Plan(rows, fresh, copies)
@@ -353,8 +352,9 @@ class Scheduler:
         shared = (seq.prompt_len - 1) // self.pool.size  # each computes the last prompt token
         for fork in siblings:
             fork.cached = seq.cached
+            room = self.active < self.config.max_sequences
             try:
-                own = self.pool.take(1) if self.active < self.config.max_sequences else []
+                own = self.pool.take(1) if room else []
             except OutOfBlocks:
                 own = []
             if not own:  # it comes through the queue, and through the cache

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.proposer import ASLEEP, FREE, HALVES, LENGTHS, Load, Ran
+from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
 from speculative.length import MARGIN, PROMPT, StepTimes
-from speculative.rates import AHEAD, GAIN, HALF, WAITED, Rates
+from speculative.rates import GAIN, Rates
 
 TOKEN = 0.07  # what a token of a chain costs until it is measured, of a step with one row
 WAIT = 0.6  # what waiting costs until it is measured, of a step with one row
@@ -28,7 +28,6 @@ TRIAL, LONG = 6, 16
 # Steps from one trial to the next, each time LATER times as many.  Many sequences that nobody has
 # guessed for cost several steps' time to begin with.
 SOON, LATER, SELDOM = 64, 4, 4096
-CLOSE = 0.7  # of what running ahead gives: where waiting gives less, turns are not tried either
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
 FAR = 0.97  # of the best rate: below this a chain is not nearly wanted; being ready for one costs
 
@@ -46,7 +45,6 @@ class Ahead:
         self._token = 0.0  # seconds a token of a chain; 0 = not measured
         self._turn = 0
         self._trial, self._rest = FREE, 0  # what is tried, for so many more steps
-        self._tried = -1  # trials of several sequences, less one
         self._plans: dict[int, tuple[int, int]] = {}  # by size of load: next trial, then every
         self._kept: tuple[object, int, int, bool] = (None, 0, FREE, False)  # what for, until, what
         self._since = 0  # steps since a chain was wanted, or nearly
@@ -56,10 +54,7 @@ class Ahead:
     def observe(self, ran: Ran) -> None:
         """A step took so long."""
         if self._piped and ran.sequences:
-            way = HALF if ran.halves else WAITED if ran.alone else AHEAD
-            self._rates.observe(ran.sequences, way, ran.tokens, ran.seconds)
-        if ran.halves:
-            return  # its time is that of two halves, one each of the host's and the device's
+            self._rates.observe(ran.sequences, ran.alone, ran.tokens, ran.seconds)
         if self._piped and not ran.alone:
             self._met[0] += 1
             self._free.observe(ran.rows, ran.seconds)
@@ -98,44 +93,19 @@ class Ahead:
         if self._turn <= FIRST or not self._met[0]:
             return FREE
         if load.rows > 1:
-            found, near = self._of_many(chances, worth, load, most)
+            times = self._rates.waiting(load.rows)
+            waits, near = times is not None and times > GAIN, times is None or times > FAR
+            found = max(self._best(chances, worth, load, most)[0], 0) if waits else FREE
         else:
             found, near = self._of_one(chances, worth, load, most)
         if self._due(load.rows):
-            self._trial = self._other(found, chances, worth, load, most)
-            self._rest = (LONG if load.rows > 1 and self._trial < 0 else TRIAL) - 1
+            self._rest = (LONG if load.rows > 1 and found != FREE else TRIAL) - 1
+            self._trial = FREE if found != FREE else max(
+                self._best(chances, worth, load, most)[0], min(1, most))
             return self._trial
         self._since = 0 if found > 0 or near else self._since + 1
         # A prompt is read all the same: a draft could never make up for it.
         return ASLEEP if most and found == FREE and self._since > DREAM else found
-
-    def _of_many(
-        self, chances: Sequence[float], worth: float, load: Load, most: int
-    ) -> tuple[int, bool]:
-        """What gave most, and whether a chain nearly does."""
-        waits, halves = (self._rates.gain(load.rows, way) for way in (WAITED, HALF))
-        near = waits is None or waits > FAR
-        best = max(waits or 0.0, halves or 0.0)
-        if best <= GAIN:
-            return FREE, near
-        if halves is not None and halves == best:
-            return HALVES, near
-        return max(self._best(chances, worth, load, most)[0], 0), near
-
-    def _other(
-        self, found: int, chances: Sequence[float], worth: float, load: Load, most: int
-    ) -> int:
-        """What to try where `found` is taken: of several sequences the other two ways in turn."""
-        waits = max(self._best(chances, worth, load, most)[0], min(1, most))
-        if load.rows == 1:
-            return FREE if found != FREE else waits
-        self._tried += 1
-        if found == FREE:  # taking turns gives little more than waiting
-            gain = self._rates.gain(load.rows, WAITED)
-            others = (waits, HALVES if gain is not None and gain > CLOSE else waits)
-        else:
-            others = (FREE, HALVES if found != HALVES else waits)
-        return others[self._tried % 2]
 
     def _of_one(
         self, chances: Sequence[float], worth: float, load: Load, most: int

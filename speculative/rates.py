@@ -1,8 +1,8 @@
-"""Tokens a second of steps that ran ahead, waited, or took turns, as measured.  Decides nothing.
+"""Tokens a second of steps that waited and of steps that ran ahead, as measured.  Decides nothing.
 
 With many sequences what a step costs is mostly the host's work on each of them, which depends on
-what they say and not on how many rows there are.  So the ways are compared by what they gave, at
-about the same number of sequences, and none is believed for long without being seen again.
+what they say and not on how many rows there are.  So both ways are compared by what they gave, at
+about the same number of sequences, and neither is believed for long without being seen again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 FADE = 1 - 1 / 128  # what a step's count becomes with each later one of its kind
 ENOUGH = 4  # steps of a kind that tell something
 SIZES = 16  # powers of two that are looked through
-AHEAD, WAITED, HALF = range(3)  # the ways
 GAIN = 1.1  # waiting must give so much more: who just ran ahead has not come to its pace
 
 
@@ -32,24 +31,24 @@ class Rates:
     """By number of sequences, in powers of two."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, int], _Sum] = {}
+        self._sums: dict[tuple[int, bool], _Sum] = {}
 
-    def observe(self, sequences: int, way: int, tokens: int, seconds: float) -> None:
+    def observe(self, sequences: int, waited: bool, tokens: int, seconds: float) -> None:
         """A step of so many sequences gave `tokens` in `seconds`."""
-        found = self._sums.setdefault((sequences.bit_length(), way), _Sum())
+        found = self._sums.setdefault((sequences.bit_length(), waited), _Sum())
         found.tokens = found.tokens * FADE + tokens
         found.seconds = found.seconds * FADE + seconds
         found.steps += 1
 
-    def gain(self, sequences: int, way: int) -> float | None:
-        """How many times the tokens of running ahead `way` gives, or None: not known.
+    def waiting(self, sequences: int) -> float | None:
+        """How many times the tokens of running ahead waiting gives, or None: not known.
 
-        Where one was not seen at this size, both are taken from the nearest where they were.
+        Where one way was not seen at this size, both are taken from the nearest at which they were.
         """
         size = sequences.bit_length()
         for away in range(SIZES):
             for near in (size - away, size + away):
-                free, wait = self._sums.get((near, AHEAD)), self._sums.get((near, way))
+                free, wait = self._sums.get((near, False)), self._sums.get((near, True))
                 if free is None or wait is None or min(free.steps, wait.steps) < ENOUGH:
                     continue
                 if free.tokens:  # of steps that ran ahead of answers' ends nothing may have come

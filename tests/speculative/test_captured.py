@@ -23,7 +23,7 @@ from engine.guessing import Guessing  # noqa: E402
 from engine.kernels import chain_attention as attention  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Sampling, Submit  # noqa: E402
-from engine.proposer import ASLEEP, FREE, HALVES  # noqa: E402
+from engine.proposer import ASLEEP, FREE  # noqa: E402
 from speculative.captured import CapturedEagle3  # noqa: E402
 from speculative.eagle3 import Eagle3  # noqa: E402
 from speculative.probe import Whole  # noqa: E402
@@ -172,8 +172,7 @@ def test_right_chains_are_taken_and_no_answer_changes(folder, wrong):
     wanted = Run(make(folder, None, False)).put(*submits).drain().tokens
     texts = {one.sampling.seed: [*one.prompt, *wanted[one.id, 0]] for one in submits}
     engine = make(folder, KnowingChains(texts, wrong, DEVICE), True)
-    turns = [HALVES] * 5
-    lengths = itertools.cycle([3, FREE, 0, ASLEEP, *turns, FREE, 2, *turns, 1, HALVES])
+    lengths = itertools.cycle([3, FREE, 0, ASLEEP, FREE, 2, 1])
     for ahead in (engine.guessing.ahead, lambda *given: next(lengths)):
         engine.guessing.ahead = ahead
         assert Run(engine).put(*submits).drain().tokens == wanted
