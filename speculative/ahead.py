@@ -22,13 +22,16 @@ FIRST = 8  # steps at the start that draft nothing: they tell what a step costs 
 LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
 KEEP = 4  # steps that a decision for one sequence holds, if nothing else changes
-# Steps that the other way is tried for; the first two tell nothing.  Running ahead of many that
-# waited takes longer to show what it gives, and costs little.
-TRIAL, LONG = 6, 16
+# Steps that the other way is tried for: of one sequence, of several, and of several that waited
+# until then, of which running ahead costs little.  The first tell nothing: the very first are of
+# either way, and then nobody has been guessed for.
+TRIAL, WIDER, LONG = 6, 12, 16
+SETTLE = 3  # steps of a way, of several sequences, that are not counted
 # Steps from one trial to the next, each time LATER times as many.  Many sequences that nobody has
 # guessed for cost several steps' time to begin with.
 SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
+WAKE = 256  # steps that it then reads before it is tried: of what it slept through it knows nothing
 FAR = 0.97  # of the best rate: below this a chain is not nearly wanted; being ready for one costs
 
 
@@ -42,6 +45,7 @@ class Ahead:
         self._rates = Rates()
         self._piped = piped
         self._met = [0, 0]  # steps of either kind, free ones first
+        self._way, self._settling = False, 0  # of the newest step; see SETTLE
         self._token = 0.0  # seconds a token of a chain; 0 = not measured
         self._turn = 0
         self._trial, self._rest = FREE, 0  # what is tried, for so many more steps
@@ -53,7 +57,11 @@ class Ahead:
 
     def observe(self, ran: Ran) -> None:
         """A step took so long."""
-        if self._piped and ran.sequences:
+        if ran.alone != self._way:
+            self._way, self._settling = ran.alone, SETTLE
+        elif self._settling and ran.sequences > 1:
+            self._settling -= 1
+        elif self._piped and ran.sequences:
             self._rates.observe(ran.sequences, ran.alone, ran.tokens, ran.seconds)
         if self._piped and not ran.alone:
             self._met[0] += 1
@@ -98,8 +106,9 @@ class Ahead:
             found = max(self._best(chances, worth, load, most)[0], 0) if waits else FREE
         else:
             found, near = self._of_one(chances, worth, load, most)
-        if self._due(load.rows):
-            self._rest = (LONG if load.rows > 1 and found != FREE else TRIAL) - 1
+        if self._due(load.rows, most > 0 and self._since > DREAM):
+            many = LONG if found != FREE else WIDER
+            self._rest = (many if load.rows > 1 else TRIAL) - 1
             self._trial = FREE if found != FREE else max(
                 self._best(chances, worth, load, most)[0], min(1, most))
             return self._trial
@@ -116,11 +125,14 @@ class Ahead:
             self._kept = what, self._turn + KEEP, *self._best(chances, worth, load, most)
         return self._kept[2], self._kept[3]
 
-    def _due(self, rows: int) -> bool:
-        """Time to try what is not done, with about so many sequences."""
+    def _due(self, rows: int, slept: bool) -> bool:
+        """Time to try what is not done, with about so many sequences; a draft that slept wakes."""
         size = min(rows, 2)  # a trial at one size tells of those that are near
         at, every = self._plans.get(size, (self._turn, SOON))
         if self._turn < at:
+            return False
+        if slept:
+            self._since, self._plans[size] = DREAM - WAKE, (self._turn + WAKE, every)
             return False
         self._plans[size] = self._turn + every, min(LATER * every, SELDOM)
         return True

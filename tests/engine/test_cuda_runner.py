@@ -150,25 +150,6 @@ def test_norms_within_the_products_of_a_small_layer_change_no_answer(folder, tru
     assert alone and min(alone) > NORMED  # prompts; two decoding rows are normed on the way
 
 
-def test_guesses_that_make_a_step_too_large_are_dropped_and_nobody_yields(
-    folder, truth, monkeypatch
-):
-    """Later ones are shorter, and grow again."""
-    asks = [Submit(f"r{i}", prompt(70, i), 60, GREEDY) for i in range(6)]
-    known = truth(*asks)
-    monkeypatch.setattr(cuda_runner, "SCRATCH", 1)  # so that there is room for one row
-    drafts = OracleDrafts(known)
-    engine = make(folder, True, max_batch_tokens=160, mixed_tokens=75, drafts=drafts)
-    assert engine.config.max_drafts > 8
-    monkeypatch.setattr("engine.guessing.RECOVER", 1)
-    caps = []
-    retreat = engine.guessing.retreat
-    engine.guessing.retreat = lambda seqs: (retreat(seqs), caps.append(engine.guessing._cap))
-    assert answers(engine, *asks) == known
-    assert caps and engine.scheduler.preemptions == 0
-    assert engine.guessing.accepted > 60 and engine.guessing._cap > min(caps)
-
-
 def test_an_engine_short_of_attention_scratch_makes_smaller_steps(folder, truth, monkeypatch):
     asks = [Submit(f"r{i}", prompt(70, i), 8, GREEDY) for i in range(9)]
     monkeypatch.setattr(cuda_runner, "SCRATCH", 1)  # so that there is room for one row
