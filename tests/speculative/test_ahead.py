@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
-from speculative.ahead import DREAM, FIRST, LOOK, SETTLE, TRIAL, TRY, WAKE, Ahead
+from speculative.ahead import DREAM, FIRST, LOOK, TRIAL, TRY, WAKE, Ahead
 
 ONE = Load(1)
 
@@ -131,7 +131,7 @@ def test_the_first_steps_of_a_way_do_not_count_where_nobody_has_been_guessed_for
         chosen = ahead.choose([0.0], 1.0, Load(32), 0)
         alone = bool(found) and found[-1] >= 0
         waited = waited + 1 if alone else 0
-        seconds = (20.0 if waited <= SETTLE else 1.5) if alone else 1.0
+        seconds = (20.0 if waited <= 3 else 1.5) if alone else 1.0
         ahead.observe(Ran(32, seconds, alone=alone, sequences=32, tokens=64 if alone else 32))
         found.append(chosen)
     assert found[400:].count(0) > 0.95 * len(found[400:])

@@ -92,6 +92,7 @@ def test_a_devices_chains_and_counts_are_those_of_the_answer(folder, wrong):
     assert engine.stats().redrawn > 3 and engine.guessing.accepted > 20
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="its heads lie on the CPU; see test_card_drafts.py")
 def test_a_head_drafts_behind_a_token_that_was_drawn_again_as_behind_any(folder, monkeypatch):
     """A chain is a function of the text: it is the CPU's, which has a mask in every row."""
     shape = config(head_dim=32, heads=4, kv_heads=2)
