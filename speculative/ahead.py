@@ -18,6 +18,7 @@ from speculative.rates import GAIN, Rates
 TOKEN = 0.07  # what a token of a chain costs until it is measured, of a step with one row
 WAIT = 0.6  # what waiting costs until it is measured, of a step with one row
 FOLLOW = 0.1  # how fast measured costs follow what is seen
+BLIND = 64  # steps that all waited, after which none is believed to run ahead
 FIRST = 8  # steps at the start that draft nothing: they tell what a step costs by itself
 LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
@@ -99,6 +100,8 @@ class Ahead:
             self._rest -= 1
             return min(self._trial, most)
         if self._turn <= FIRST or not self._met[0]:
+            # A draft that only the host can feed keeps steps from running ahead, whatever is said.
+            self._piped = self._met[1] < BLIND
             return FREE
         if load.rows > 1:
             times = self._rates.waiting(load.rows)

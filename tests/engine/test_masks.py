@@ -110,20 +110,25 @@ def grammars(vocab: int) -> list[tuple[Grammar, bytes]]:
     ]
 
 
+def twins_of(unused: int) -> tuple[list[Twins], int]:
+    """Four of each grammar, and the vocabulary's size: `unused` ids have no token."""
+    text, size = merged_tokenizer_json(WORDS)
+    compiler = Compiler(text, size + unused, [EOS])
+    cut = compiler.vocabulary.tokenizer.tokenize_bytes
+    return [
+        Twins(compiler.compile(grammar).start, cut(said))
+        for grammar, said in grammars(size + unused)
+        for _ in range(4)
+    ], size + unused
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("unused", [0, 5])
 def test_the_masks_of_mixed_steps_are_those_of_each_request_alone(
     unused: int, threads: int
 ) -> None:
-    text, size = merged_tokenizer_json(WORDS)
-    vocab, rng = size + unused, random.Random(unused + threads)
-    compiler = Compiler(text, vocab, [EOS])
-    cut = compiler.vocabulary.tokenizer.tokenize_bytes
-    twins = [
-        Twins(compiler.compile(grammar).start, cut(text))
-        for grammar, text in grammars(vocab)
-        for _ in range(4)
-    ]
+    twins, vocab = twins_of(unused)
+    rng = random.Random(unused + threads)
     masks, mixed, closed = Masks(vocab, 160, threads), 0, 0
     for _ in range(150):
         chosen = rng.sample(twins, rng.randrange(1, len(twins) + 1))
@@ -149,15 +154,8 @@ def test_the_masks_of_mixed_steps_are_those_of_each_request_alone(
 
 @pytest.mark.parametrize("unused", [0, 5])
 def test_a_lean_request_has_its_first_row_that_is_not_forced_and_all_that_are(unused: int) -> None:
-    text, size = merged_tokenizer_json(WORDS)
-    vocab, rng = size + unused, random.Random(unused)
-    compiler = Compiler(text, vocab, [EOS])
-    cut = compiler.vocabulary.tokenizer.tokenize_bytes
-    twins = [
-        Twins(compiler.compile(grammar).start, cut(text))
-        for grammar, text in grammars(vocab)
-        for _ in range(4)
-    ]
+    twins, vocab = twins_of(unused)
+    rng = random.Random(unused)
     masks, whole, open_row = Masks(vocab, 160), Masks(vocab, 160), opened(vocab, 1)[0]
     left_open = forced = 0
     for _ in range(100):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
-from speculative.ahead import DREAM, FIRST, LOOK, TRIAL, TRY, WAKE, Ahead
+from speculative.ahead import BLIND, DREAM, FIRST, LOOK, TRIAL, TRY, WAKE, Ahead
 
 ONE = Load(1)
 
@@ -135,3 +135,13 @@ def test_the_first_steps_of_a_way_do_not_count_where_nobody_has_been_guessed_for
         ahead.observe(Ran(32, seconds, alone=alone, sequences=32, tokens=64 if alone else 32))
         found.append(chosen)
     assert found[400:].count(0) > 0.95 * len(found[400:])
+
+
+def test_where_no_step_ever_runs_ahead_chains_are_drafted_all_the_same():
+    """A device draft that the host has to feed: each step waits for it."""
+    ahead, found, guesses = Ahead(0.002, True), [], 0
+    for _ in range(120):
+        guesses = max(ahead.choose([0.9] * 8, 0.0, ONE, 7), 0)
+        ahead.observe(Ran(1, 1.0 + 0.01 * guesses, guesses))
+        found.append(guesses)
+    assert found[:BLIND] == [0] * BLIND and found[BLIND + 3 :].count(7) > 30
