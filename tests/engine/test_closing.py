@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema
@@ -310,3 +310,27 @@ def test_a_run_longer_than_its_budget_is_our_own_mistake(compiler: Compiler) -> 
     assert begun is not None
     with pytest.raises(AssertionError, match="budget of 1"):
         begun[0].take([1, 2], 1)
+
+
+class Exhausted:
+    """A state whose matcher reaches one of its limits behind so many tokens."""
+
+    accepting = False
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def accept_all(self, tokens: Sequence[int]) -> int:
+        taken, self.left = min(len(tokens), self.left), 0
+        return taken
+
+    def accept(self, token: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_matcher_that_breaks_within_the_plan_ends_the_run_there(left: int) -> None:
+    closing = Closing(None, Exhausted(left))
+    closing._plan = [4, 5, 6]
+    assert closing.take([4, 5, 6, 7], 9) == Taken(left, ended=True)
+    assert closing.overridden == 0
