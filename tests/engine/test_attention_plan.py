@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 
 import numpy as np
@@ -72,3 +73,17 @@ def test_a_decode_step_of_256_rows_is_planned_in_a_tenth_of_a_millisecond():
         plan.fill_chunks(starts, counts, items, tile=128)
         best = min(best, time.thread_time() - began)
     assert best < 200e-6  # 20 us when the machine is ours
+
+
+def test_items_of_a_few_rows_are_those_that_numpy_writes():
+    chance = random.Random(9)
+    for _ in range(300):
+        rows = chance.randrange(plan.FEW + 1)
+        tile, split = chance.choice([1, 4, 5, 8]), chance.choice([64, 128])
+        starts = np.array([chance.randrange(900) for _ in range(rows)], np.int32)
+        counts = np.array([chance.choice([1, 1, 2, 7, 16, plan.SHORT, plan.SHORT + 1])
+                           for _ in range(rows)], np.int32)  # fmt: skip
+        items = np.zeros((2, 4000), np.int32)
+        total = plan.fill_short(starts, counts, items, tile=tile, split=split)
+        few = plan.few_short(starts.tolist(), counts.tolist(), tile=tile, split=split)
+        assert [list(line[:total]) for line in items] == [*few]
