@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,9 +40,6 @@ class Ops(Protocol):
 
     def keep(self, x: Tensor) -> Tensor:
         """`x` as it is now, for whoever reads it behind the last layer."""
-
-    def joined(self, kept: list[Tensor]) -> Tensor:
-        """[N, len(kept) * hidden]: all that `keep` gave in this step, side by side in its order."""
 
 
 class TorchOps:
@@ -89,7 +85,3 @@ class TorchOps:
     def keep(self, x: Tensor) -> Tensor:
         """See Ops; nothing here overwrites it."""
         return x
-
-    def joined(self, kept: list[Tensor]) -> Tensor:
-        """See Ops."""
-        return torch.cat(kept, dim=-1)

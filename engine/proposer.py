@@ -199,11 +199,12 @@ class CapturedDraft(Protocol):
         """As DeviceDraft's."""
 
     def extend(
-        self, kept: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
-    ) -> None:
-        """Make the N rows of a step out of what the target's tapped layers gave, side by side.
+        self, kept: Sequence[Tensor], tokens: Tensor, positions: Tensor, slots: Tensor,
+        ends: Tensor,
+    ) -> None:  # fmt: skip
+        """Make the N rows of a step out of what the target's tapped layers gave.
 
-        `kept` [N, taps * hidden] is of the target's type and must not be changed.
+        `kept` [N, hidden] of each are of the target's type and must not be changed.
         Row i has the feature of positions[i], consumes tokens[i] and lies in slots[i]; its feature
         is that of the end of block ends[i], unless that is -1.
         """

@@ -8,6 +8,7 @@ Rounding may differ from there: it decides how often a draft is right, never an 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,15 +105,17 @@ class CapturedEagle3:
     # ---- passes ----------------------------------------------------------------------------------
 
     def extend(
-        self, kept: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, ends: Tensor
-    ) -> None:
+        self, kept: Sequence[Tensor], tokens: Tensor, positions: Tensor, slots: Tensor,
+        ends: Tensor,
+    ) -> None:  # fmt: skip
         """See CapturedDraft."""
         head, fused = self.head, self._fused[: len(tokens)]
+        joined = torch.cat(list(kept), dim=1)
         if head.fuse_gains is None:
-            read = kept.to(head.dtype)
+            read = joined.to(head.dtype)
         else:
-            read = torch.empty_like(kept, dtype=head.dtype)
-            chain_norms(kept, head.fuse_gains, read, head.config.eps)
+            read = torch.empty_like(joined, dtype=head.dtype)
+            chain_norms(joined, head.fuse_gains, read, head.config.eps)
         _product(read, head.fc, fused)
         read = self._inputs(tokens, fused, ends=ends, kept=self.last_features)
         self._project(read, positions, slots, self._both[: len(tokens)])

@@ -39,8 +39,8 @@ class KnowingChains:
         pass
 
     def extend(self, kept, tokens, positions, slots, ends) -> None:
-        assert kept.shape[1] % len(self.taps) == 0 and kept.is_contiguous()
-        assert len(kept) == len(tokens) == len(positions)
+        assert len(kept) == len(self.taps)
+        assert all(len(one) == len(tokens) == len(positions) for one in kept)
         self.extended += 1
 
     def join(self, tokens, positions, slots, blocks) -> None:

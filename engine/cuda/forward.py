@@ -33,7 +33,7 @@ from engine.runner import StepTooLarge
 if TYPE_CHECKING:
     from engine.cuda.slots import Place, Slots
     from engine.model_config import ModelConfig
-    from engine.models import Model
+    from engine.models import Hidden, Model
     from engine.plan import Row
 
 
@@ -85,7 +85,7 @@ class Forward:
         self._buckets = {size: self._bucket(layouts[size]) for size in self.sizes}
         self._written = Written(limits.copies)
         self._numbers: Ints = np.arange(limits.tokens, dtype=np.int32)
-        self.taps: Tensor | None = None  # of the newest step, all of the bucket's rows
+        self.hidden: Hidden | None = None  # of the newest step that was no graph, all its rows
         self.host_tokens: Ints = np.zeros(0, dtype=np.int32)  # of the newest step, as staged
         self.host_positions: Ints = self.host_tokens
         self.host_slots: Ints = self.host_tokens  # of the pages
@@ -169,7 +169,8 @@ class Forward:
 
         def body() -> None:
             self.ops.begin(made.views, most)
-            self.taps = self.model.run(self.ops).taps
+            self.hidden = self.model.run(self.ops)
+            self.ops.end(self.hidden.last)
 
         return body
 

@@ -24,7 +24,6 @@ from engine.kernels.norm import norm as rms_norm
 from engine.kernels.overlap import OFF
 from engine.kernels.project import project
 from engine.kernels.rope import rotate_and_store
-from engine.kernels.taps import keep
 from engine.layers import Linear, Norm, rotary_frequencies
 
 if TYPE_CHECKING:
@@ -106,13 +105,15 @@ class KernelOps:
         def rows(width: int) -> Tensor:
             return torch.zeros(most, width, dtype=dtype, device=device)
 
+        #: where the residual stream lies behind the last layer
         self.x = rows(shape.hidden)
+        # Where it lies before: behind each tap it goes on elsewhere, and what it was stays there.
+        self._rooms = [*(rows(shape.hidden) for _ in range(taps)), self.x]
         self._room = rows(shape.hidden)  # of normed rows
         self._qkv = rows((heads + 2 * kv_heads) * dim)
         self._mixed = rows(heads * dim)
         self._both = rows(2 * shape.intermediate)
         self._inner = rows(shape.intermediate)
-        self._kept = rows(taps * shape.hidden)  # a run of columns a tap
         angles = torch.outer(
             torch.arange(max_len, dtype=torch.float64), rotary_frequencies(shape)
         )
@@ -123,6 +124,7 @@ class KernelOps:
         picks.turn = _Trial(self._turn, pages[0], run % max_len, run % room).run
         self._views: StepViews | None = None
         self._count = self._chunks = self._taken = 0
+        self._beyond: Tensor | None = None  # where the next sum goes, if not in place
 
     @property
     def _step(self) -> StepViews:
@@ -133,10 +135,16 @@ class KernelOps:
         """The next step's integers; `chunks` is the launch's bucket of chunk items, 0 = none."""
         self._views = views
         self._count, self._chunks, self._taken = views.tokens.shape[0], chunks, 0
+        self._beyond = None
+
+    def end(self, last: Tensor) -> None:
+        """The step's layers are through: see that the last one's output lies in `x`."""
+        if last.data_ptr() != self.x.data_ptr():  # it was kept itself
+            self.x[: self._count].copy_(last)
 
     def embed(self, table: Tensor) -> Tensor:
         """See Ops."""
-        step, out = self._step, self.x[: self._count]
+        step, out = self._step, self._rooms[0][: self._count]
         embed(step.tokens, step.origin, self._last, table, out, overlap=self._overlap)
         return out
 
@@ -169,9 +177,10 @@ class KernelOps:
         return out
 
     def add(self, x: Tensor, inner: Tensor, linear: Linear) -> Tensor:
-        """See Ops; in place."""
-        self._picks.run(inner, linear, x, residual=x)
-        return x
+        """See Ops; in place, unless `x` is to be kept."""
+        out, self._beyond = x if self._beyond is None else self._beyond, None
+        self._picks.run(inner, linear, out, residual=x)
+        return out
 
     def gated(self, x: Tensor, norm: Norm, gate_up: Linear) -> Tensor:
         """See Ops; the projection's rows take turns (`join_gate`)."""
@@ -180,22 +189,15 @@ class KernelOps:
         self._picks.run(x, gate_up, out, both=self._both[: self._count], norm=rest)
         return out
 
-    def kept(self, count: int) -> Tensor:
-        """[count, taps * hidden]: the first rows of what was kept of the newest step."""
-        return self._kept[:count]
-
     def keep(self, x: Tensor) -> Tensor:
-        """See Ops: a copy, since the next layer adds to `x`; to where `joined` wants it."""
-        width = x.shape[1]
-        kept = self._kept[: self._count, self._taken * width : (self._taken + 1) * width]
+        """See Ops: nothing is copied, the next sum goes to another place."""
         self._taken += 1
-        keep(x, kept, overlap=self._overlap)
-        return kept
+        self._beyond = self._rooms[self._taken][: self._count]
+        return x
 
-    def joined(self, kept: list[Tensor]) -> Tensor:
-        """See Ops; they lie so."""
-        assert len(kept) == self._taken, f"{len(kept)} of the {self._taken} that were kept"
-        return self.kept(self._count)
+    def kept(self, count: int) -> list[Tensor]:
+        """[count, hidden] of each tap: the first rows of what was kept of the newest step."""
+        return [room[:count] for room in self._rooms[:-1]]
 
 
 def chunks_possible(tokens: int) -> bool:

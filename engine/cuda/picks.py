@@ -101,7 +101,7 @@ class Picks:
         self, x: Tensor, linear: Linear, out: Tensor, *,
         residual: Tensor | None = None, both: Tensor | None = None, norm: Norm | None = None,
     ) -> None:  # fmt: skip
-        """out = x W^T + bias, plus `residual` (which must be `out`), or gated through `both`.
+        """out = x W^T + bias, plus `residual` (which may be `out`), or gated through `both`.
 
         `both` [M, N] is room for the product of a gated projection, whose `out` is [M, N / 2].
         With `norm`, x is normed on the way, where `norms` says so.
@@ -190,7 +190,7 @@ class Picks:
             library(x, weight, both)
             gate(both, out, overlap=overlap)
         else:
-            library(x, weight, out, add=residual is not None)
+            library(x, weight, out, residual)
 
     def known(self, group: str, rows: int) -> bool:
         """Whether `tune` has nothing to measure."""

@@ -213,7 +213,7 @@ class CudaRunner:
                 flight.lap.kind = None  # something was captured, too: nothing to go by
             if self.head is not None:
                 self._read(flight)
-                taps = self.forward.taps
+                taps = self.forward.hidden.taps if self.forward.hidden is not None else None
                 assert taps is not None, "the model was built without the draft's taps"
                 flight.drafts = guess(self.head, flight.plan, flight.drawn, taps,
                                       self.pages.size,

@@ -23,7 +23,7 @@ _NAMES = {
     "sampler": ("_score", "_pick", "_walk", "_pivot", "_compact", "_finish", "_search",
                 "_chunk", "_row"),
     # Those that nothing but a draft launches (kernels/chain_*.py, taps.py).
-    DRAFT: ("_take", "_begin", "_inputs", "_norms", "_attend", "_merge", "_draw", "_keep"),
+    DRAFT: ("_take", "_begin", "_inputs", "_norms", "_attend", "_merge", "_draw"),
     COPIES: ("_update",),
 }  # fmt: skip
 _STAGE = dict(chain.from_iterable(((name, stage) for name in names)

@@ -52,17 +52,21 @@ def enqueue(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
     return name
 
 
-def library(x: Tensor, w: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Enqueue x W^T to `out`, or `add` it, by the library that torch calls; see kernels/matmul.py.
+def library(x: Tensor, w: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+    """Enqueue x W^T to `out`, plus `residual` (which may be `out`), by torch's own library.
+
+    See kernels/matmul.py for what it gives.
 
     Nothing where launches are only named: there is nothing to compile, and perhaps no weight yet.
     """
     if _named.get() is not None:
         return
-    if add:
-        out.addmm_(x, w.t())
-    else:
+    if residual is None:
         torch.mm(x, w.t(), out=out)
+    elif residual is out:
+        out.addmm_(x, w.t())
+    else:  # torch copies the residual first
+        torch.addmm(residual, x, w.t(), out=out)
 
 
 @contextmanager

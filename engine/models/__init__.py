@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from engine.attention import Attention
@@ -61,14 +63,20 @@ class Model(Protocol):
 class Hidden:
     """The last layer's output [N, hidden], not yet normed: only the rows that draw need that.
 
-    And the tapped layers' outputs side by side, [N, taps * hidden].
+    And those of the tapped layers, in their order.
     """
 
-    __slots__ = ("last", "taps")
+    __slots__ = ("kept", "last")
 
-    def __init__(self, last: Tensor, taps: Tensor | None = None) -> None:
-        self.last = last
-        self.taps = taps
+    def __init__(self, last: Tensor, kept: Sequence[Tensor] = ()) -> None:
+        self.last, self.kept = last, kept
+
+    @property
+    def taps(self) -> Tensor | None:
+        """The tapped layers' outputs side by side, [N, taps * hidden]: a copy; None without any."""
+        import torch
+
+        return torch.cat(list(self.kept), dim=-1) if self.kept else None
 
 
 def family(architecture: str) -> type[Model]:

@@ -101,7 +101,7 @@ class Llama:
             x = ops.add(x, inner, layer.down)
             if i in self.taps:
                 tapped.append(ops.keep(x))
-        return Hidden(x, ops.joined(tapped) if tapped else None)
+        return Hidden(x, tapped)
 
     def logits(self, rows: Tensor) -> Tensor:
         """See the Model protocol."""

@@ -154,7 +154,3 @@ class PackedOps:
     def keep(self, x: Tensor) -> Tensor:
         """See Ops; nothing here overwrites it."""
         return x
-
-    def joined(self, kept: list[Tensor]) -> Tensor:
-        """See Ops."""
-        return torch.cat(kept, dim=-1)

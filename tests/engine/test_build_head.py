@@ -157,7 +157,7 @@ def test_a_heads_kernels_are_compiled_with_the_models(compiled):
     both, with_one = compiled(maker)
     assert maker.asked == [(2, True)], "the head is of the whole model, and has no weights"
     assert both - bare == {
-        "_take", "_begin", "_inputs", "_norms", "_attend", "_merge", "_draw", "_gate", "_keep",
+        "_take", "_begin", "_inputs", "_norms", "_attend", "_merge", "_draw", "_gate",
     } - bare
     assert {"_take", "_begin", "_inputs", "_norms", "_attend", "_draw"} <= both
     _, other = compiled(Maker())

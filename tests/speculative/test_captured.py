@@ -160,7 +160,7 @@ def test_a_row_that_is_made_anew_is_the_row_that_was(name):
     tokens, blocks = ints(*range(40, 49)), (3, 1, 4)  # of positions 1 .. 9
     slots = ints(*(blocks[n // 4] * 4 + n % 4 for n in range(1, 10)))
     ends = ints(*(blocks[n // 4 - 1] if n % 4 == 0 else -1 for n in range(1, 10)))
-    draft.extend(kept, tokens, ints(*range(9)), slots, ends)
+    draft.extend(kept.chunk(len(shape.taps), dim=1), tokens, ints(*range(9)), slots, ends)
     wanted = draft.pages.clone()
     draft.pages[[1, 4], :, 0] = 7.0
     draft.join(ints(43, 47), ints(3, 7), ints(4, 16), ints(3, 1))
