@@ -35,11 +35,8 @@ class Cycles:
         plan = flight.plan
         if not self._piped:
             return Ran(plan.tokens, flight.seconds, plan.guesses)
-        now, drew, masked = time.perf_counter(), 0, 0
-        for row in plan.rows:
-            drew += row.last
-            masked += row.last and row.seq.grammar is not None
-        kind = flight.alone, 2 * masked > drew
+        now, drew = time.perf_counter(), plan.drawing
+        kind = flight.alone, 2 * len(plan.masked) > drew
         known = self._since and of == 1 and kind == self._kind
         seconds = now - self._since if known and flight.seconds else 0.0
         ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind, drew)

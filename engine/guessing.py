@@ -105,16 +105,12 @@ class Guessing:
         """What follows a plan, as HostDrafts.ahead says it."""
         if self.host is None and not self._device:
             return FREE
-        count = masked = 0
-        for row in plan.rows:
-            if row.last:
-                count += 1
-                masked += row.seq.grammar is not None
         found = self._most
         if self.host is not None:
-            load = Load(count, _beside(scheduler), 2 * masked > count)
+            masked = 2 * len(plan.masked) > plan.drawing
+            load = Load(plan.drawing, _beside(scheduler), masked)
             found = self.host.ahead(load, self._most if self._device else 0)
-            if found == ASLEEP and any(row.count > 1 + len(row.draft) for row in plan.rows):
+            if found == ASLEEP and plan.reading:
                 found = FREE  # a prompt: the draft could never read it later
         found = found if found < 0 else self._wanted(plan, found)
         self._runs_ahead = found < 0
@@ -214,6 +210,8 @@ def counted(verified: Counter[str], matched: Counter[str]) -> list[int]:
 
 def _beside(scheduler: Scheduler) -> int:
     """About how many prompt tokens the next step computes."""
+    if not (scheduler.reads or scheduler.waiting):
+        return 0
     ahead = sum(seq.want for seq in scheduler.running if not seq.decoding and not seq.draft)
     if scheduler.active < scheduler.config.max_sequences:
         ahead += sum(len(seq.tokens) for seq in scheduler.waiting)

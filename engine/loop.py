@@ -12,7 +12,6 @@ One thread owns it.  Other threads only put messages into `inbox`.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -194,16 +193,15 @@ class Engine:
         """Take a plan through the phases; collect what is old enough."""
         ahead = self.guessing.ahead(plan, self.scheduler)
         if ahead not in (0, FREE):
-            plan = dataclasses.replace(plan, guesses=max(ahead, 0), asleep=ahead == ASLEEP)
+            plan.guesses, plan.asleep = max(ahead, 0), ahead == ASLEEP
         flight = self.runner.launch(plan)
         self.meanwhile()
         flight.alone = not self._out
-        masked = [row for row in plan.rows if row.last and row.seq.grammar is not None]
         self._out += 1
         try:
-            if self._out > 1 and self._needs_host(plan, masked):
+            if self._out > 1 and self._needs_host(plan):
                 self._collect(1, replies)
-            if masked:
+            if plan.masked:
                 self._supply(flight)
             self.runner.settle(flight)
         except TOO_LARGE:
@@ -211,9 +209,9 @@ class Engine:
             raise
         self._collect(self.runner.depth if ahead < 0 else 0, replies)
 
-    def _needs_host(self, plan: Plan, masked: list[Row]) -> bool:
+    def _needs_host(self, plan: Plan) -> bool:
         """Whether some row cannot be settled before the host knows what the step before drew."""
-        if any(row.pending for row in masked):
+        if any(row.pending for row in plan.masked):
             return True
         return not self.runner.keeps_history and any(
             row.pending and row.seq.history is not None for row in plan.rows

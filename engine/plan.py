@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,17 +38,30 @@ class Row(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.count - len(self.draft)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
-    """What one step computes."""
+    """What one step computes; nothing of it changes once it was launched."""
 
     rows: list[Row]
     fresh: list[int]  # ids of blocks that were handed out for it: their pages hold nothing of value
     copies: list[tuple[int, int]]  # (from, to) block ids to copy first, in order: forks
     guesses: int = 0  # tokens that a device draft may make behind each row
     asleep: bool = False  # the device draft leaves the step out: it makes no row of its own
+    # What several want to know of the rows, so counted once.
+    tokens: int = field(init=False)  # flat
+    drawing: int = field(init=False)  # rows that are `last`
+    masked: list[Row] = field(init=False)  # those of them with a grammar
+    reading: bool = field(init=False)  # some row computes more than its newest token and a draft
 
-    @property
-    def tokens(self) -> int:
-        """Flat tokens of the step."""
-        return sum(row.count for row in self.rows)
+    def __post_init__(self) -> None:
+        tokens = drawing = drafts = 0
+        masked: list[Row] = []
+        for row in self.rows:
+            tokens += row.count
+            drafts += len(row.draft)
+            if row.last:
+                drawing += 1
+                if row.seq.grammar is not None:
+                    masked.append(row)
+        self.tokens, self.drawing, self.masked = tokens, drawing, masked
+        self.reading = tokens > len(self.rows) + drafts

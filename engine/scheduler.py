@@ -58,6 +58,7 @@ class Scheduler:
     prefix_hits: int = 0
     _fresh: list[int] = field(default_factory=list)
     _copies: list[tuple[int, int]] = field(default_factory=list)
+    reads: bool = False  # the last plan found prompts to compute, and perhaps left some
     _held: bool = False  # the next plan admits nobody
 
     def add(self, choices: list[Sequence]) -> None:
@@ -105,6 +106,7 @@ class Scheduler:
         self.short = False
         rows: list[Row] = []
         decoders, prefills = self._split()
+        self.reads = bool(prefills or self.waiting)
         prompts = self.config.max_batch_tokens
         if decoders:
             # Every decoder has its token; prompts have theirs; drafts share what is left.
@@ -236,8 +238,6 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Move the first waiting sequence to the running ones if its tokens find room."""
-        if not self.waiting:
-            return None
         ready = (seq for seq in self.waiting if seq.submit.id not in self.paused)
         seq = next(ready, None)
         if seq is None or self.active >= self.config.max_sequences:
