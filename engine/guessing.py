@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.messages import DRAFT_PLACES, DRAFT_SOURCES
-from engine.proposer import ASLEEP, FREE, Draft, Load, Turn
+from engine.proposer import ASLEEP, FREE, HOST, Draft, Load, Turn
 
 if TYPE_CHECKING:
 
@@ -110,14 +110,13 @@ class Guessing:
             masked = 2 * len(plan.masked) > plan.drawing
             load = Load(plan.drawing, _beside(scheduler), masked)
             found = self.host.ahead(load, self._most if self._device else 0)
-            if found == ASLEEP and plan.reading:
-                found = FREE  # a prompt: the draft could never read it later
-        found = found if found < 0 else self._wanted(plan, found)
-        self._runs_ahead = found < 0
+        if found >= 0 or found == HOST:
+            found = self._wanted(plan, found)
+        self._runs_ahead = found in (FREE, ASLEEP)
         return found
 
     def _wanted(self, plan: Plan, length: int) -> int:
-        """A chain of at most `length`, as long as somebody may take; FREE where nobody may."""
+        """`length`, or as much of it as somebody may take; FREE where nobody may."""
         longest, able = 0, False
         for row in plan.rows:
             submit = row.seq.submit

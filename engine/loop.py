@@ -38,7 +38,7 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.pace import Pace
-from engine.proposer import ASLEEP, FREE, AnyDraft, HostDrafts, head_maker, proposer
+from engine.proposer import ASLEEP, FREE, HOST, AnyDraft, HostDrafts, head_maker, proposer
 from engine.runner import StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
@@ -192,8 +192,7 @@ class Engine:
     def _fly(self, plan: Plan, replies: list[ToGateway]) -> None:
         """Take a plan through the phases; collect what is old enough."""
         ahead = self.guessing.ahead(plan, self.scheduler)
-        if ahead not in (0, FREE):
-            plan.guesses, plan.asleep = max(ahead, 0), ahead == ASLEEP
+        plan.guesses, plan.asleep = max(ahead, 0), ahead in (ASLEEP, HOST)
         flight = self.runner.launch(plan)
         self.meanwhile()
         flight.alone = not self._out
@@ -207,7 +206,7 @@ class Engine:
         except TOO_LARGE:
             self._out -= 1
             raise
-        self._collect(self.runner.depth if ahead < 0 else 0, replies)
+        self._collect(self.runner.depth if ahead in (FREE, ASLEEP) else 0, replies)
 
     def _needs_host(self, plan: Plan) -> bool:
         """Whether some row cannot be settled before the host knows what the step before drew."""

@@ -51,7 +51,7 @@ class Plan:
     tokens: int = field(init=False)  # flat
     drawing: int = field(init=False)  # rows that are `last`
     masked: list[Row] = field(init=False)  # those of them with a grammar
-    reading: bool = field(init=False)  # some row computes more than its newest token and a draft
+    reading: bool = field(init=False)  # some row computes more than a newest token and a draft
 
     def __post_init__(self) -> None:
         tokens = drawing = drafts = 0
@@ -64,4 +64,4 @@ class Plan:
                 if row.seq.grammar is not None:
                     masked.append(row)
         self.tokens, self.drawing, self.masked = tokens, drawing, masked
-        self.reading = tokens > len(self.rows) + drafts
+        self.reading = tokens > len(self.rows) + drafts or drawing < len(self.rows)

@@ -74,6 +74,7 @@ class Ran(NamedTuple):
 # Answers of HostDrafts.ahead beside lengths of chains.
 FREE = -1  # the next step need not wait for this one's results
 ASLEEP = -2  # and a device draft leaves this one out: it would not be asked soon
+HOST = -3  # it leaves it out as well, but the next step waits for what the host guesses
 
 
 class HostDrafts(Protocol):
@@ -106,10 +107,10 @@ class HostDrafts(Protocol):
         """Learn what a step took."""
 
     def ahead(self, load: Load, most: int) -> int:
-        """What follows a step: FREE, ASLEEP, or the tokens that a device is to draft behind it.
+        """What follows a step: FREE, ASLEEP, HOST, or the tokens that a device drafts behind it.
 
-        With 0 and more the next step waits for this one's results, and `propose` is asked between
-        them; chains have up to `most` tokens, 0 where no device drafts.
+        With 0 and more, and with HOST, the next step waits for this one's results, and `propose`
+        is asked between them; chains have up to `most` tokens, 0 where no device drafts.
         """
 
     def forget(self, key: Key) -> None:

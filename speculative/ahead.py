@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
+from engine.proposer import ASLEEP, FREE, HOST, LENGTHS, Load, Ran
 from speculative.length import MARGIN, PROMPT, StepTimes
 from speculative.rates import GAIN, Rates
 
@@ -88,7 +88,7 @@ class Ahead:
     # ---- choosing --------------------------------------------------------------------------------
 
     def choose(self, chances: Sequence[float], worth: float, load: Load, most: int) -> int:
-        """FREE, ASLEEP or a length for the sequences of `load`, see HostDrafts.ahead.
+        """FREE, ASLEEP, HOST or a length for the sequences of `load`, see HostDrafts.ahead.
 
         `chances` of each place of a device's chain, all before it being right; `worth`: tokens that
         a host's guess is right for, in the mean.
@@ -103,21 +103,28 @@ class Ahead:
             # A draft that only the host can feed keeps steps from running ahead, whatever is said.
             self._piped = self._met[1] < BLIND
             return FREE
-        if load.rows > 1:
-            times = self._rates.waiting(load.rows)
-            waits, near = times is not None and times > GAIN, times is None or times > FAR
-            found = max(self._best(chances, worth, load, most)[0], 0) if waits else FREE
-        else:
-            found, near = self._of_one(chances, worth, load, most)
-        if self._due(load.rows, most > 0 and self._since > DREAM):
+        found, near = (self._of_one if load.rows == 1 else self._of_several)(
+            chances, worth, load, most)
+        if self._due(load.rows, most > 0 and found == FREE and self._since > DREAM):
             many = LONG if found != FREE else WIDER
             self._rest = (many if load.rows > 1 else TRIAL) - 1
             self._trial = FREE if found != FREE else max(
                 self._best(chances, worth, load, most)[0], min(1, most))
             return self._trial
         self._since = 0 if found > 0 or near else self._since + 1
-        # A prompt is read all the same: a draft could never make up for it.
-        return ASLEEP if most and found == FREE and self._since > DREAM else found
+        if not most or self._since <= DREAM:
+            return found
+        return ASLEEP if found == FREE else HOST
+
+    def _of_several(
+        self, chances: Sequence[float], worth: float, load: Load, most: int
+    ) -> tuple[int, bool]:
+        """What gave most, and whether a chain nearly does."""
+        times = self._rates.waiting(load.rows)
+        if times is None or times <= GAIN:
+            return FREE, times is None or times > FAR
+        found, near = self._best(chances, worth, load, most)
+        return max(found, 0), near
 
     def _of_one(
         self, chances: Sequence[float], worth: float, load: Load, most: int

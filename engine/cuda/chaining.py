@@ -83,9 +83,8 @@ class Chaining:
         words = max(layout.words for layout in self._layouts.values())
         self._mirror = Mirror(words, copies, device)
         self._hosts = {size: self._mirror.hosts(one) for size, one in self._layouts.items()}
-        self._fills = {"known": 0, "after": trash, "ends": -1, "base": 0, "start": 0, "limit": -1,
-                       "begin": 1, "place": slots.count, "tokens": 0, "positions": 0,
-                       "slots": trash, "blocks": 0}  # fmt: skip
+        self._fills = {"after": trash, "ends": -1, "limit": -1, "begin": 1, "place": slots.count,
+                       "slots": trash}  # of the others it is 0
         self._index = np.arange(tokens, dtype=np.int32)
         self.known = Known(trash // size + 1, size)
 
@@ -114,11 +113,10 @@ class Chaining:
     def stage(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
         """Send a plan's integers, before anything of it changes; `size` is the forward's bucket.
 
-        None: the draft sleeps.
+        None: the draft sleeps.  It reads prompts all the same, of which it could never make up.
         """
         if plan.asleep:
-            self.known.slept(self._forward.host_slots[: plan.tokens])
-            return None
+            return self._stage_asleep(plan, places, size)
         number = self._mirror.next()
         at, rows = self._hosts[size][number], plan.rows
         starts = np.array([row.start for row in rows], dtype=np.int32)
@@ -140,10 +138,48 @@ class Chaining:
         self._mirror.send(number, self._layouts[size].words)
         return Staged(size, groups, joined, depth, many)
 
+    def _stage_asleep(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
+        """The rows from the first on that reads a prompt; those before it are slept through."""
+        rows, flat, group, draw, first = plan.rows, 0, 0, 0, 0
+        for row in rows if plan.reading else ():
+            if not row.last or row.count > 1 + len(row.draft):
+                break
+            flat, first = flat + row.count, first + 1
+            group, draw = group + row.last, draw + row.last * (len(row.draft) + 1)
+        self.known.slept(self._forward.host_slots[: flat if plan.reading else plan.tokens])
+        if not plan.reading:
+            return None
+        number = self._mirror.next()
+        at = self._hosts[size][number]
+        self._fill(at, FLAT, 0, size)
+        late = rows[first:]
+        for row, place in zip(late, places[first:], strict=True):
+            self._stage_prompt(at, row, self._slots.ids[place.slot], flat)
+            flat += row.count
+            if row.last:
+                at["group"][flat - 1], at["fresh"][flat - 1] = group, draw
+                group, draw = group + 1, draw + 1
+        starts = np.array([row.start for row in late], dtype=np.int32)
+        slots = np.array([place.slot for place in places[first:]], dtype=np.int32)
+        joined = self._stage_joined(at, late, starts, slots)
+        self._mirror.send(number, self._layouts[size].words)
+        return Staged(size, self.sizes[0], joined, 0, group)
+
+    def _stage_prompt(self, at: dict[str, Ints], row: Row, ids: Ints, flat: int) -> None:
+        """One row without a draft, whose tokens begin at `flat`; `ids` are its blocks."""
+        assert not row.draft, "who has a prompt to read has no draft"
+        end, size = flat + row.count, self._size
+        at["known"][flat : end - 1] = self._forward.host_tokens[flat + 1 : end]
+        at["known"][end - 1] = -1 if row.last else row.seq.tokens[row.start + row.count]
+        block, inner = np.divmod(self._forward.host_positions[flat:end] + 1, size)
+        at["after"][flat:end] = ids[block] * size + inner
+        full = (inner == 0).nonzero()[0]
+        at["ends"][flat + full] = ids[block[full] - 1]
+
     def _fill(self, at: dict[str, Ints], names: tuple[str, ...], begin: int, end: int) -> None:
         """Write what stands for nothing."""
         for name in names:
-            at[name][begin:end] = self._fills[name]
+            at[name][begin:end] = self._fills.get(name, 0)
 
     def _stage_flat(
         self, at: dict[str, Ints], rows: list[Row], counts: Ints, slots: Ints, bases: Ints,

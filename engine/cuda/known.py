@@ -47,5 +47,6 @@ class Known:
         gaps = self._from[ids]
         places = np.arange(ids.shape[1], dtype=np.int32)
         ends = np.where((gaps > 0) & (places < many[:, None]), places * self._size + gaps, 1)
-        found: Ints = ends.max(axis=1)
+        # What was slept through may have been guesses that did not stand.
+        found: Ints = np.minimum(ends.max(axis=1), starts + 1)
         return found

@@ -20,7 +20,7 @@ from engine.kernels.sampler_tables import SlotTables
 from engine.proposer import LENGTHS
 from speculative import ahead
 
-SIZE, TRASH, TOKENS, ROWS, WIDTH = 4, 999, 80, 9, 30
+SIZE, TRASH, TOKENS, ROWS, WIDTH = 4, 1200, 80, 9, 30
 CPU = torch.device("cpu")
 
 
@@ -52,7 +52,8 @@ def row_of(chance: random.Random, kind: str) -> Some:
 
 def planned(rows: list[Some], guesses: int, asleep: bool = False) -> Some:
     return Some(rows=rows, guesses=guesses, asleep=asleep, fresh=[], copies=[],
-                tokens=sum(row.count for row in rows))
+                tokens=sum(row.count for row in rows),
+                reading=any(not row.last or row.count > 1 + row.drafts for row in rows))
 
 
 def made(drafts: int = 5) -> Chaining:
@@ -179,6 +180,42 @@ def test_a_step_that_is_slept_through_sends_nothing_and_is_a_gap_for_later_chain
     forwarded(chaining, rows, 1)
     chaining.stage(planned(rows, 2), [Some(slot=3)], 1)
     assert chaining._views(GROUP, 1, 1)["begin"].tolist() == [rows[0].start + 1]
+
+
+@pytest.mark.parametrize("before", [[], ["plain"], ["drafted", "pending"]], ids="+".join)
+def test_a_sleeping_draft_is_told_of_prompts_alone(before):
+    chaining = made()
+    for seed in range(12):
+        chance = random.Random(seed)
+        kinds = [chance.choice(before) for _ in range(min(seed, 5)) if before]
+        kinds += [chance.choice(["prompt", "chunk"]) for _ in range(1 + seed % 3)]
+        rows = [row_of(chance, kind) for kind in kinds]
+        places = [Some(slot=slot) for slot in chance.sample(range(ROWS), len(rows))]
+        size = bucket(sizes(TOKENS), sum(row.count for row in rows))
+        total = len(forwarded(chaining, rows, size))
+        slots = [int(chaining._slots.ids[place.slot][(row.start + i) // SIZE]) * SIZE
+                 + (row.start + i) % SIZE
+                 for row, place in zip(rows, places, strict=True) for i in range(row.count)]
+        chaining._forward.host_slots = np.array(slots, np.int32)
+        staged = chaining.stage(planned(rows, 0, asleep=True), places, size)
+        assert staged is not None and staged.depth == 0 and staged.flat == size
+        flat, joins, group, draws = [], [], 0, 0
+        for row, place in zip(rows, places, strict=True):
+            ids, read = chaining._slots.ids[place.slot], row.count > 1 + row.drafts
+            slept = [(0, None, None, None, TRASH, -1)] * row.count
+            flat += flat_of(row, ids, group, draws) if read else slept
+            if read and row.start and row.start % SIZE == 0:
+                block = row.start // SIZE
+                joins.append((row.seq.tokens[row.start], row.start - 1, int(ids[block]) * SIZE,
+                              int(ids[block - 1])))
+            group, draws = group + row.last, draws + row.last * (row.drafts + 1)
+            gap = chaining.known.begins(ids[None], np.array([row.start], np.int32))[0]
+            assert gap == (1 if read else row.start + 1)
+        told(chaining._views(FLAT, size, size), flat + [(0, None, None, None, TRASH, -1)]
+             * (size - total))
+        joins += [(0, 0, TRASH, 0)] * (staged.joined - len(joins))
+        told(chaining._views(JOIN, staged.joined, 1), joins)
+        chaining.known._from[:] = 0
 
 
 def test_warming_tells_of_no_row():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.proposer import ASLEEP, FREE, LENGTHS, Load, Ran
+from engine.proposer import ASLEEP, FREE, HOST, LENGTHS, Load, Ran
 from speculative.ahead import BLIND, DREAM, FIRST, LOOK, TRIAL, TRY, WAKE, Ahead
 
 ONE = Load(1)
@@ -36,7 +36,7 @@ def run(ahead: Ahead, steps: int, load: Load, chances, worth: float, most: int, 
         gained = max(worth, chain) if alone else 0
         ahead.observe(Ran(load.rows, waits + chain_s if alone else free, guesses, chain_s, alone,
                           sequences=load.rows, tokens=round(load.rows * (1 + gained))))
-        alone, guesses = chosen >= 0, max(chosen, 0)
+        alone, guesses = chosen not in (FREE, ASLEEP), max(chosen, 0)
         found.append(chosen)
     return found
 
@@ -121,6 +121,17 @@ def test_a_draft_of_the_device_that_is_far_from_paying_sleeps():
     assert len(tried) > 3
     for at in tried:
         assert ASLEEP not in found[max(at - WAKE + 5, 0) : at]
+
+
+@pytest.mark.parametrize("load", [ONE, Load(32)], ids=["one", "several"])
+def test_a_draft_of_the_device_sleeps_while_steps_wait_for_the_host_alone(load):
+    ahead, how = Ahead(0.002, True), {"free": 1.0, "waits": 1.2, "token": 0.3}
+    found = run(ahead, 1500, load, [0.05] * 8, 2.0, 7, **how)
+    assert found[-600:].count(HOST) > 0.95 * 600
+    assert all(one < 1 for one in found[-600:]), "the other way is what is tried"
+    # It wakes as soon as its chains are worth more.
+    found = run(ahead, 300, load, [0.95] * 8, 0.5, 7, **how)
+    assert sum(one > 0 for one in found[-200:]) > 0.9 * 200
 
 
 def test_the_first_steps_of_a_way_do_not_count_where_nobody_has_been_guessed_for():

@@ -23,7 +23,7 @@ from engine.guessing import Guessing  # noqa: E402
 from engine.kernels import chain_attention as attention  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.messages import Sampling, Submit  # noqa: E402
-from engine.proposer import ASLEEP, FREE  # noqa: E402
+from engine.proposer import ASLEEP, FREE, HOST  # noqa: E402
 from speculative.captured import CapturedEagle3  # noqa: E402
 from speculative.eagle3 import Eagle3  # noqa: E402
 from speculative.probe import Whole  # noqa: E402
@@ -175,10 +175,38 @@ def test_right_chains_are_taken_and_no_answer_changes(folder, wrong):
     wanted = Run(make(folder, None, False)).put(*submits).drain().tokens
     texts = {one.sampling.seed: [*one.prompt, *wanted[one.id, 0]] for one in submits}
     engine = make(folder, KnowingChains(texts, wrong, DEVICE), True)
-    lengths = itertools.cycle([3, FREE, 0, ASLEEP, FREE, 2, 1])
+    lengths = itertools.cycle([3, FREE, 0, ASLEEP, FREE, HOST, 2, 1])
     for ahead in (engine.guessing.ahead, lambda *given: next(lengths)):
         engine.guessing.ahead = ahead
         assert Run(engine).put(*submits).drain().tokens == wanted
     matched, drafted = engine.guessing.accepted, engine.guessing.drafted
     assert (0 < matched < drafted) if wrong else matched > 25
     assert engine.pool.used == 0
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="its heads lie on the CPU")
+def test_a_prompt_that_a_sleeping_head_reads_gives_the_rows_of_one_awake(folder):
+    """Beside others that it sleeps through, behind a cached beginning, and in chunks."""
+    rows, ends = [], []
+    first = [*range(5, 85)]
+    asked = [Submit("a", first, 12, Sampling(temperature=0.0)),
+             Submit("b", [*range(90, 120)], 12, Sampling(temperature=0.0)),
+             Submit("c", [*first[:70], *range(60, 160)], 4, Sampling(temperature=0.0))]
+    for ahead in (FREE, ASLEEP):
+        draft = CapturedEagle3(head_of(config(head_dim=32, heads=4, kv_heads=2), 3, F32), 512)
+        engine = make(folder, draft, True)
+        engine.guessing.ahead = lambda *given, ahead=ahead: ahead
+        run, ids = Run(engine).put(*asked[:2]), list[int]()
+        for step in range(60):
+            if step == 6:
+                run.put(asked[2])
+            run.step()
+            seq = next((one for one in engine.scheduler.running if one.submit.id == "c"), None)
+            if seq is not None and seq.computed >= len(seq.submit.prompt):
+                ids = [block.id for block in seq.blocks[:3]]
+        assert seq is None and run.finish(("c", 0)) and run.outs["c", 0][-1].cached >= 64
+        rows.append(draft.pages[ids].transpose(0, 1).flatten(1, 2)[:, 1 : len(asked[2].prompt)])
+        ends.append(draft.last_features[ids[:2]].clone())
+    torch.testing.assert_close(*rows, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-5)
+    assert rows[0].any(dim=(2, 3)).all() and ends[0].any(dim=-1).all()

@@ -10,11 +10,12 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from engine.cuda.chaining import Chaining
 from engine.cuda.runner import CudaRunner
 from engine.cycles import Cycles
 from engine.guessing import Guessing
 from engine.messages import Sampling, Submit
-from engine.proposer import ASLEEP, FREE
+from engine.proposer import ASLEEP, FREE, HOST
 from speculative.hybrid import Hybrid
 from tests.captured import KnowingChains
 from tests.driver import Run
@@ -58,17 +59,40 @@ def test_it_waits_where_guesses_are_good_and_runs_ahead_where_not(folder, monkey
     assert waited["right"] > 2 * waited["wrong"] > 0
 
 
+@pytest.mark.usefixtures("clock")
+def test_steps_that_wait_for_the_host_alone_let_the_draft_sleep(folder, monkeypatch):  # noqa: F811
+    """And verify what the host guessed, as before."""
+    ask = Submit("r", [5, 6, 7, 8] * 12, 40, Sampling(temperature=0.0))
+    wanted = Run(make(folder, None, False)).put(ask).drain().tokens
+    ask = Submit("r", ask.prompt, 40, ask.sampling, predicted=wanted["r", 0])
+    engine = make(folder, KnowingChains({0: [3] * 99}, 0, DEVICE), True)
+    engine.guessing.host, slept, drafted = Hybrid(0.002, piped=True), [], []
+    monkeypatch.setattr(Hybrid, "ahead", lambda *given: HOST)
+    launch = CudaRunner.launch
+
+    def noted(self, plan):
+        assert not self._flights, "it waits"
+        slept.append(plan.asleep)
+        drafted.append(sum(len(row.draft) for row in plan.rows))
+        return launch(self, plan)
+
+    monkeypatch.setattr(CudaRunner, "launch", noted)
+    assert Run(engine).put(ask).drain().tokens == wanted
+    assert all(slept) and sum(drafted) >= 20
+
+
 def test_a_sleeping_draft_reads_prompts(folder, monkeypatch):  # noqa: F811
     """What it slept through it could never make up for: a prompt is hundreds of tokens."""
     engine = make(folder, KnowingChains({0: [3] * 99}, 0, DEVICE), True)
     engine.guessing.host, staged = Hybrid(0.002, (), piped=True), []
     monkeypatch.setattr(Hybrid, "ahead", lambda *given: ASLEEP)
-    launch = CudaRunner.launch
+    stage = Chaining.stage
 
-    def noted(self, plan):
-        staged.append((max(row.count for row in plan.rows) > 1, plan.asleep))
-        return launch(self, plan)
+    def noted(self, plan, *given):
+        found = stage(self, plan, *given)
+        staged.append((max(row.count for row in plan.rows) > 1, found is not None))
+        return found
 
-    monkeypatch.setattr(CudaRunner, "launch", noted)
+    monkeypatch.setattr(Chaining, "stage", noted)
     Run(engine).put(Submit("r", [*range(90)], 5, Sampling(temperature=0.0))).drain()
-    assert {(True, False), (False, True)} == set(staged)
+    assert {(True, True), (False, False)} == set(staged)
