@@ -39,6 +39,7 @@ class Closing:
         self._planner = planner
         self._state = state
         self._plan: list[int] = []
+        self._said: list[int] = []  # the tokens that the state moved over
         self.overridden = 0  # tokens so far that the model did not choose
 
     def admit(self, budget: int) -> bool:
@@ -65,6 +66,7 @@ class Closing:
         while place < len(run):
             if along := self._along(run, place):
                 moved = self._state.accept_all(run[place : place + along])
+                self._said += self._plan[:moved]
                 self._plan, place = self._plan[moved:], place + moved
                 if moved < along:  # the matcher reached one of its limits
                     return self._override(place)
@@ -78,6 +80,7 @@ class Closing:
         """The same promise for a copy of the sequence; `state` is the copy's."""
         other = Closing(self._planner, state)
         other._plan, other.overridden = self._plan, self.overridden  # a plan is never changed
+        other._said = self._said.copy()
         return other
 
     def _along(self, run: Sequence[int], start: int) -> int:
@@ -95,11 +98,13 @@ class Closing:
         state = self._state
         if not state.accept(token):
             return False  # the matcher reached one of its limits
+        self._said.append(token)
         found = self._reused(token, left)
         if found is None:
-            found = self._planner.full(state, left)
+            found = self._planner.full(state, left, self._said)
         if found is None:
             state.rollback(1)
+            self._said.pop()
             return False
         self._plan = found
         return True
@@ -108,6 +113,7 @@ class Closing:
         if not self._plan or not self._state.accept(self._plan[0]):
             return Taken(place, ended=True)
         forced, self._plan = self._plan[0], self._plan[1:]
+        self._said.append(forced)
         self.overridden += 1
         return Taken(place, forced)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.grammar.costly import Costly, Refusal
 from engine.grammar.dear import dear
 from engine.grammar.hints import read
-from engine.grammar.planner import Planner
+from engine.grammar.planner import Planner, Plans
 from engine.grammar.prose import Prose
 from engine.grammar.state import State
 from engine.grammar.trial import Limits, Setup
@@ -96,6 +96,7 @@ class Compiler:
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # code, message
         self._characters = 0
+        self._plans = Plans()
 
     def cached(self, grammar: Grammar) -> Compiled | None:
         """The compiled grammar when it is kept; never compiles."""
@@ -201,7 +202,7 @@ class Compiler:
         free = grammar.trigger or grammar.opening
         prose = Prose(grammar.trigger.encode(), b"", grammar.opening.encode()) if free else None
         start = State(matcher, self.vocabulary, prose, {}, dear(grammar.lark))
-        planner = Planner(start, self.vocabulary, read(grammar.lark))
+        planner = Planner(start, self.vocabulary, read(grammar.lark), self._plans)
         if planner.start_plan is None:
             raise GrammarRefused(
                 "no_finite_instance",

@@ -11,8 +11,13 @@ it; only what was learnt from the grammar's start is kept, and that before any o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
+
+from xxhash import xxh3_128_digest
 
 from engine.grammar.broad import shortest
 from engine.grammar.hints import Texts
@@ -42,17 +47,52 @@ _STARTS = b'"[{ntf'  # of values
 _ANYTHING = b"q7~"  # hardly ever legal but in free text
 _SPACE = b" \n\r\t"
 _LONG = 24  # bytes of a text that may have been long for its place only
+PLANS = 4096  # endings that are kept, of all grammars: 10 MB, were all as long as one may be
+LONGEST = 64  # tokens of one that is
 _DEAR = 500  # steps of a search that are worth remembering what it found
 
 Choice = tuple[int, bytes]  # lexical state, legal bytes
 Memory = dict[Choice, bytes]
 
 
+class Plans:
+    """Endings that were found, by grammar and tokens: calls of a tool mostly begin like others."""
+
+    def __init__(self, most: int = PLANS) -> None:
+        """`most`: of all grammars together."""
+        self._most = most
+        self._found: OrderedDict[tuple[int, bytes], list[int] | None] = OrderedDict()
+        self._grammars = count()
+
+    def grammar(self) -> int:
+        """A number that no other grammar has."""
+        return next(self._grammars)
+
+    def find(
+        self, grammar: int, said: Sequence[int], search: Callable[[], list[int] | None]
+    ) -> list[int] | None:
+        """What `search` finds behind the tokens `said`, by itself or as it did before."""
+        found, key = self._found, (grammar, xxh3_128_digest(array("i", said).tobytes()))
+        if key in found:
+            found.move_to_end(key)
+            return found[key]
+        plan = search()
+        if plan is None or len(plan) <= LONGEST:
+            found[key] = plan
+            if len(found) > self._most:
+                found.popitem(last=False)
+        return plan
+
+
 class Planner:
     """Finds endings for one compiled grammar; shared by all its sequences."""
 
-    def __init__(self, start: State, vocabulary: Vocabulary, texts: Texts) -> None:
-        """`texts`: those of the grammar."""
+    def __init__(
+        self, start: State, vocabulary: Vocabulary, texts: Texts, plans: Plans | None = None
+    ) -> None:
+        """`texts`: those of the grammar; `plans`: where to keep what was found."""
+        self._plans = plans or Plans()
+        self._number = self._plans.grammar()
         self._letters = vocabulary.letters
         self._ends = _ends_of(texts.stops), _ends_of(texts.literals)
         self._speller = Speller(texts, self._letters)
@@ -67,12 +107,19 @@ class Planner:
         self._prepare()
         return None if self._plan is None else tuple(self._plan)
 
-    def full(self, state: State, cap: int) -> list[int] | None:
-        """Tokens, at most `cap`, that lead `state` to where the output may end; moves nothing."""
+    def full(self, state: State, cap: int, said: Sequence[int] | None = None) -> list[int] | None:
+        """Tokens, at most `cap`, that lead `state` to where the output may end; moves nothing.
+
+        `said`: all tokens that led there from the grammar's start, where the caller knows them.
+        """
         if state.accepting:
             return []
         self._prepare()
-        plan = self._find(state, STEPS, ENDLESS, dict(self._learnt))
+
+        def search() -> list[int] | None:
+            return self._find(state, STEPS, ENDLESS, dict(self._learnt))
+
+        plan = search() if said is None else self._plans.find(self._number, said, search)
         return plan if plan is not None and len(plan) <= cap else None
 
     def rest(self, plan: list[int], token: int) -> list[int] | None:
