@@ -16,7 +16,8 @@ from tests.schemas import STRING, record
 from tests.scripted import EOS, byte_tokenizer_json
 
 ROOMY = 10_000
-NOTE = record({"note": STRING, "tags": {"type": "array", "items": STRING}, "n": {"type": "integer"}})
+NOTE = record(
+    {"note": STRING, "tags": {"type": "array", "items": STRING}, "n": {"type": "integer"}})
 
 
 def lark(schema) -> Grammar:
