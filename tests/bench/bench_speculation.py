@@ -130,8 +130,8 @@ def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
 
 
 def requests_of(clients: int) -> int:
-    """How many requests a run has: enough for each client to send some one after another."""
-    return 24 if clients == 1 else max(48, 5 * clients)
+    """How many requests a run has: a second's or more, for each client some one after another."""
+    return 48 if clients == 1 else max(96, min(10 * clients, 320), 5 * clients)
 
 
 def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace, clock: Clock
