@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine.loop")
 
 TOO_LARGE = (torch.OutOfMemoryError, StepTooLarge)  # what a step may fail with and the engine live
+LISTEN = 4  # of the steps that a device draft sleeps through one in so many is timed: enough
 QUIET_S = 0.25  # without a step: a shorter pause is a client about to send its next request
 
 
@@ -224,7 +225,7 @@ class Engine:
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
             ran, before = self._cycles.ended(flight, len(flights)), self._generated
             replies += self._commit(flight)
-            if ran.seconds:
+            if ran.seconds and (not flight.plan.asleep or self._number % LISTEN == 0):
                 self.guessing.ran(ran._replace(tokens=self._generated - before))
             if flight.plan.guesses:
                 self._guessed = flight

@@ -33,7 +33,7 @@ SETTLE = 3  # steps of a way, of several sequences, that are not counted
 SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
 WAKE = 256  # steps that it then reads before it is tried: of what it slept through it knows nothing
-FAR = 0.97  # of the best rate: below this a chain is not nearly wanted; being ready for one costs
+FAR = 0.97  # of the best rate: below this a chain is not nearly wanted
 
 
 class Ahead:
@@ -122,7 +122,7 @@ class Ahead:
         """What gave most, and whether a chain nearly does."""
         times = self._rates.waiting(load.rows)
         if times is None or times <= GAIN:
-            return FREE, times is None or times > FAR
+            return FREE, times is None or times > 1  # being ready for one costs a few percent
         found, near = self._best(chances, worth, load, most)
         return max(found, 0), near
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from engine.cuda.layout import Ints
 
+MANY = 256  # steps' worth that is put off
+
 
 class Known:
     """The newest gap of each block; row i of a sequence lies in slot i + 1 (proposer.Features)."""
@@ -21,19 +23,41 @@ class Known:
         self._size = size
         self._from: Ints = np.zeros(blocks, dtype=np.int32)  # slots from here on hold rows; 0 = all
         self._gaps = False  # there ever was one
+        # What is not in `_from` yet, in order: slots that were slept through, and lists of blocks
+        # that were handed out anew.  Whoever sleeps for long pays for looking at it once.
+        self._later: list[Ints | Sequence[int]] = []
 
     def follow(self, fresh: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
         """Some blocks were copied (from, to), in order; then these were handed out anew."""
-        for source, target in copies:  # first: a source may be handed out in the same plan
-            self._from[target] = self._from[source]
-        if self._gaps and fresh:
-            self._from[fresh] = 0
+        if not self._gaps:
+            return
+        if copies:  # first: a source may be handed out in the same plan
+            self._settle()
+            for source, target in copies:
+                self._from[target] = self._from[source]
+        if fresh:
+            self._later.append(fresh)
 
     def slept(self, slots: Ints) -> None:
         """No rows were made of the tokens in these page slots; of a block the last comes last."""
-        block, inner = np.divmod(slots, self._size)
-        self._from[block] = inner + 2  # its row would lie in the next slot
+        self._later.append(slots.copy())
         self._gaps = True
+        if len(self._later) >= MANY:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._later:
+            return
+        # A block that was handed out is a slot below 0.
+        slots = np.concatenate([one if isinstance(one, np.ndarray)
+                                else (-1 - np.array(one, dtype=np.int32)) * self._size
+                                for one in self._later])[::-1]
+        self._later.clear()
+        block, inner = np.divmod(np.abs(slots), self._size)
+        block -= slots < 0
+        block, newest = np.unique(block, return_index=True)
+        # The row of a slot would lie in the next one.
+        self._from[block] = np.where(slots[newest] < 0, 0, inner[newest] + 2)
 
     def begins(self, ids: Ints, starts: Ints) -> Ints:
         """The first slot, at least 1, from which on there is no gap up to the newest token.
@@ -42,6 +66,7 @@ class Known:
         """
         if not self._gaps:
             return np.ones(len(starts), dtype=np.int32)
+        self._settle()
         many = starts // self._size + 1
         ids = ids[:, : int(many.max())]
         gaps = self._from[ids]
