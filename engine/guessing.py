@@ -52,6 +52,14 @@ class Guessing:
         host = self.host.sources if self.host is not None else ()
         return [*host, *filter(None, [self._device])]
 
+    def begin(self, seq: Sequence) -> None:
+        """Guess what follows a prompt that was queued: the step that ends it verifies that, too."""
+        if self.host is None or seq.submit.drafts == "off" or (limit := self._room(seq)) < 1:
+            return
+        draft = self.host.begin(_turn(seq, limit))
+        if draft.tokens:
+            self._keep(seq, draft, self.host.source)
+
     def prepare(self, scheduler: Scheduler) -> None:
         """Let the host guess what it can while the device still drafts for the same step."""
         if self.host is not None:
@@ -211,7 +219,8 @@ def _beside(scheduler: Scheduler) -> int:
     """About how many prompt tokens the next step computes."""
     if not (scheduler.reads or scheduler.waiting):
         return 0
-    ahead = sum(seq.want for seq in scheduler.running if not seq.decoding and not seq.draft)
+    ahead = sum(seq.want for seq in scheduler.running
+                if not seq.decoding and not (seq.draft and seq.pending))
     if scheduler.active < scheduler.config.max_sequences:
         ahead += sum(len(seq.tokens) for seq in scheduler.waiting)
     return min(ahead, scheduler.config.mixed_tokens)

@@ -60,12 +60,13 @@ class Intake:
         compiler: Compiler,
         forget: Callable[[Sequence], None],
         lacks: Callable[[Submit], str],
+        begin: Callable[[Sequence], None],
         over: Callable[[bytes], None],
     ) -> None:
         """`forget` takes an aborted sequence out everywhere, and calls `ended` after the last.
 
-        `lacks` says why the device cannot run a request, or nothing when it can; `over` hears of
-        sessions that ended.
+        `lacks` says why the device cannot run a request, or nothing when it can; `begin` may guess
+        how the first choice of one begins; `over` hears of sessions that ended.
         """
         self.inbox: queue.SimpleQueue[ToEngine | _CompileDone] = queue.SimpleQueue()
         self.compiling: dict[str, Submit] = {}
@@ -73,7 +74,8 @@ class Intake:
         self.prompt_tokens = 0  # of all requests that were queued
         self.refused = 0  # requests whose shortest output is longer than their max_tokens
         self._hello, self._scheduler, self._sessions = hello, scheduler, sessions
-        self._compiler, self._forget, self._lacks, self._over = compiler, forget, lacks, over
+        self._compiler, self._forget, self._lacks = compiler, forget, lacks
+        self._begin, self._over = begin, over
         self._early: list[ToEngine | _CompileDone] = []  # taken by wait(), not yet handled
         self._soonest = inf  # monotonic: no deadline is before it
 
@@ -185,6 +187,7 @@ class Intake:
             for seq in choices:
                 assert seq.grammar is not None
                 seq.closing = closing.clone(seq.grammar)
+        self._begin(choices[0])
         queued = len(self._scheduler.waiting)
         self._scheduler.add(choices)
         self.prompt_tokens += len(submit.prompt)

@@ -97,7 +97,7 @@ class Engine:
         )
         self.intake = Intake(
             parts.hello, self.scheduler, parts.sessions, parts.compiler, self._forget,
-            parts.runner.lacks, self.guessing.ended,
+            parts.runner.lacks, self.guessing.begin, self.guessing.ended,
         )
         self.inbox = self.intake.inbox
         self._compiler, self._masks = parts.compiler, parts.masks
@@ -287,7 +287,7 @@ class Engine:
                 self.scheduler.wasted += 1
             elif not row.last:
                 self.scheduler.commit(row, None)
-            elif alone and seq.free and not row.draft and drawn[0] >= 0:
+            elif alone and seq.free and not seq.draft and drawn[0] >= 0:
                 gained.append(self._gain_one(row, drawn[0]))
             else:
                 accepted = accept(drawn, row.draft, seq.end(lean=self._is_lean(row)))

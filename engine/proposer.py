@@ -90,6 +90,9 @@ class HostDrafts(Protocol):
         where they are worth most; `beside` prompt tokens will be computed in it, too.
         """
 
+    def begin(self, turn: Turn) -> Draft:
+        """What is to be verified in the step that ends a prompt: only what is next to certain."""
+
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
 

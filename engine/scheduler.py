@@ -313,7 +313,7 @@ class Scheduler:
         if row.draft:
             seq.drafted += len(row.draft)
             seq.accepted += accepted.matched
-            seq.drop_draft()
+        seq.drop_draft()  # one that found no room in this step, too
         if accepted.forced or accepted.undrawn:  # the latter draws behind its newest token again
             seq.replace()
             seq.computed -= accepted.forced and self.lookahead > 0  # a device draft consumed it

@@ -82,6 +82,14 @@ class Hybrid:
             for turn, offer, length in zip(turns, offers, lengths, strict=True)
         ]
 
+    def begin(self, turn: Turn) -> Draft:
+        """See HostDrafts: what the grammar dictates."""
+        if self._forced is None or turn.mode not in ("auto", "forced"):
+            return Draft([])
+        tokens, _ = self._forced.guess(turn, turn.limit)
+        self._made[turn.key] = len(tokens), 0
+        return Draft(tokens, ("forced",) * len(tokens))
+
     def prepare(self, turns: Sequence[Turn]) -> None:
         """See HostDrafts."""
         self._ready = {(turn.key, len(turn.tokens)): self._own(turn) for turn in turns}

@@ -38,6 +38,12 @@ class Traced:
             self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
         return drafts
 
+    def begin(self, turn: Turn) -> Draft:
+        """What the other one begins with."""
+        draft = self._inner.begin(turn)
+        self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
+        return draft
+
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """The first `matched` tokens of the step are the draft's."""
         told.extend(self._sources.get(key, ())[:matched])

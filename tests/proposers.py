@@ -24,6 +24,9 @@ class OneByOne:
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         return [self.guess(turn) for turn in turns]
 
+    def begin(self, turn: Turn) -> Draft:
+        return self.guess(turn)
+
     def observe(self, key: Key, verified: int, matched: int) -> None:
         assert 0 <= matched <= verified
 

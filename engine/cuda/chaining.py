@@ -154,23 +154,28 @@ class Chaining:
         self._fill(at, FLAT, 0, size)
         late = rows[first:]
         for row, place in zip(late, places[first:], strict=True):
-            self._stage_prompt(at, row, self._slots.ids[place.slot], flat)
+            self._stage_prompt(at, row, self._slots.ids[place.slot], flat, (group, draw))
             flat += row.count
-            if row.last:
-                at["group"][flat - 1], at["fresh"][flat - 1] = group, draw
-                group, draw = group + 1, draw + 1
+            group, draw = group + row.last, draw + row.last * (len(row.draft) + 1)
         starts = np.array([row.start for row in late], dtype=np.int32)
         slots = np.array([place.slot for place in places[first:]], dtype=np.int32)
         joined = self._stage_joined(at, late, starts, slots)
         self._mirror.send(number, self._layouts[size].words)
         return Staged(size, self.sizes[0], joined, 0, group)
 
-    def _stage_prompt(self, at: dict[str, Ints], row: Row, ids: Ints, flat: int) -> None:
-        """One row without a draft, whose tokens begin at `flat`; `ids` are its blocks."""
-        assert not row.draft, "who has a prompt to read has no draft"
-        end, size = flat + row.count, self._size
-        at["known"][flat : end - 1] = self._forward.host_tokens[flat + 1 : end]
-        at["known"][end - 1] = -1 if row.last else row.seq.tokens[row.start + row.count]
+    def _stage_prompt(
+        self, at: dict[str, Ints], row: Row, ids: Ints, flat: int, drawn: tuple[int, int]
+    ) -> None:
+        """One row, whose tokens begin at `flat`; `ids` are its blocks, `drawn` how many sequences
+        draw before it, and how many rows."""
+        end, size, base = flat + row.count, self._size, flat + row.count - 1 - len(row.draft)
+        at["known"][flat:base] = self._forward.host_tokens[flat + 1 : base + 1]
+        if row.last:
+            at["known"][base:end], at["group"][base:end] = -1, drawn[0]
+            at["offset"][base:end] = offset = self._index[: end - base]
+            at["fresh"][base:end] = drawn[1] + offset
+        else:
+            at["known"][base] = row.seq.tokens[row.start + row.count]
         block, inner = np.divmod(self._forward.host_positions[flat:end] + 1, size)
         at["after"][flat:end] = ids[block] * size + inner
         full = (inner == 0).nonzero()[0]

@@ -39,8 +39,9 @@ class Queue:
 
 def row_of(chance: random.Random, kind: str) -> Some:
     start = chance.choice([0, 3, 4, 7, 8, 31, 32])
-    drafts = chance.randrange(4) if kind == "drafted" else 0
-    count = {"prompt": 6, "chunk": chance.choice([4, 9]), "drafted": 1 + drafts}.get(kind, 1)
+    drafts = chance.randrange(4) if kind in ("drafted", "begun") else 0
+    count = {"prompt": 6, "chunk": chance.choice([4, 9]), "drafted": 1 + drafts,
+             "begun": 5 + drafts}.get(kind, 1)
     tokens = [chance.randrange(1000) for _ in range(start + count + 1 - drafts)]
     submit = Some(drafts="auto", max_drafts=chance.choice([0, 2, 7]))
     return Some(
@@ -93,7 +94,7 @@ def flat_of(row: Some, ids, group: int, draws: int) -> list[tuple]:
 
 
 KINDS = [["plain"], ["pending"], ["prompt"], ["chunk"], ["drafted", "plain"],
-         ["prompt", "chunk", "drafted", "pending", "plain"]]
+         ["prompt", "chunk", "begun", "drafted", "pending", "plain"]]
 
 
 @pytest.mark.parametrize("guesses", [0, 2, 5])
@@ -188,7 +189,7 @@ def test_a_sleeping_draft_is_told_of_prompts_alone(before):
     for seed in range(12):
         chance = random.Random(seed)
         kinds = [chance.choice(before) for _ in range(min(seed, 5)) if before]
-        kinds += [chance.choice(["prompt", "chunk"]) for _ in range(1 + seed % 3)]
+        kinds += [chance.choice(["prompt", "chunk", "begun"]) for _ in range(1 + seed % 3)]
         rows = [row_of(chance, kind) for kind in kinds]
         places = [Some(slot=slot) for slot in chance.sample(range(ROWS), len(rows))]
         size = bucket(sizes(TOKENS), sum(row.count for row in rows))
