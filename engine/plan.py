@@ -50,6 +50,7 @@ class Plan:
     # What several want to know of the rows, so counted once.
     tokens: int = field(init=False)  # flat
     drawing: int = field(init=False)  # rows that are `last`
+    drafts: int = field(init=False)  # guesses of all
     masked: list[Row] = field(init=False)  # those of them with a grammar
     reading: bool = field(init=False)  # some row computes more than a newest token and a draft
 
@@ -63,5 +64,5 @@ class Plan:
                 drawing += 1
                 if row.seq.grammar is not None:
                     masked.append(row)
-        self.tokens, self.drawing, self.masked = tokens, drawing, masked
+        self.tokens, self.drawing, self.drafts, self.masked = tokens, drawing, drafts, masked
         self.reading = tokens > len(self.rows) + drafts or drawing < len(self.rows)

@@ -140,26 +140,26 @@ class Chaining:
 
     def _stage_asleep(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
         """The rows from the first on that reads a prompt; those before it are slept through."""
-        rows, flat, group, draw, first = plan.rows, 0, 0, 0, 0
-        for row in rows if plan.reading else ():
-            if not row.last or row.count > 1 + len(row.draft):
-                break
-            flat, first = flat + row.count, first + 1
-            group, draw = group + row.last, draw + row.last * (len(row.draft) + 1)
-        self.known.slept(self._forward.host_slots[: flat if plan.reading else plan.tokens])
-        if not plan.reading:
+        reads = (not row.last or row.count > 1 + len(row.draft) for row in plan.rows)
+        late = plan.rows[[*reads].index(True) :] if plan.reading else []
+        flat = plan.tokens - sum(row.count for row in late)
+        group = plan.drawing - sum(row.last for row in late)
+        draw = group + plan.drafts - sum(len(row.draft) for row in late)
+        self.known.slept(self._forward.host_slots[:flat])
+        if not late:
             return None
-        number = self._mirror.next()
+        number, ids = self._mirror.next(), self._slots.ids
         at = self._hosts[size][number]
-        self._fill(at, FLAT, 0, size)
-        late = rows[first:]
-        for row, place in zip(late, places[first:], strict=True):
-            self._stage_prompt(at, row, self._slots.ids[place.slot], flat, (group, draw))
+        self._fill(at, ("known", "after", "ends"), 0, size)
+        slots = [place.slot for place in places[-len(late) :]]
+        for row, slot in zip(late, slots, strict=True):
+            self._stage_prompt(at, row, ids[slot], flat, (group, draw))
             flat += row.count
             group, draw = group + row.last, draw + row.last * (len(row.draft) + 1)
-        starts = np.array([row.start for row in late], dtype=np.int32)
-        slots = np.array([place.slot for place in places[first:]], dtype=np.int32)
-        joined = self._stage_joined(at, late, starts, slots)
+        starts, joined = [row.start for row in late], 0
+        if any(start and start % self._size == 0 for start in starts):
+            joined = self._stage_joined(
+                at, late, np.array(starts, dtype=np.int32), np.array(slots, dtype=np.int32))
         self._mirror.send(number, self._layouts[size].words)
         return Staged(size, self.sizes[0], joined, 0, group)
 

@@ -53,7 +53,8 @@ def row_of(chance: random.Random, kind: str) -> Some:
 
 def planned(rows: list[Some], guesses: int, asleep: bool = False) -> Some:
     return Some(rows=rows, guesses=guesses, asleep=asleep, fresh=[], copies=[],
-                tokens=sum(row.count for row in rows),
+                tokens=sum(row.count for row in rows), drawing=sum(row.last for row in rows),
+                drafts=sum(row.drafts for row in rows),
                 reading=any(not row.last or row.count > 1 + row.drafts for row in rows))
 
 
