@@ -36,7 +36,8 @@ WORKS = ("calls", "prompts", "chat")
 STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}  # 95 %, by freedom
 SETS = 64  # prompts of load.py that one salt gives
 MOST = 128  # tokens of an answer
-LEAST_S = 6.0  # a pair needs so much
+LEAST_S = 8.0  # a pair needs so much
+WARM = 8  # requests before each run: a device that idled is slow for a while, and so is its host
 COUNTED = re.compile(r'^(slipstream:(?:draft|accepted)\w*)\{([^}]*)\} ([0-9.e+]+)$', re.M)
 
 
@@ -99,7 +100,7 @@ class Server:
         before = self.counts()
         load = serve_bench.Load(self.base, self.model, endpoint="chat", prompts=str(file))
         row = next(serve_bench.measure(load, [clients], requests, serve_bench.default_processes(),
-                                       server_pid=self.pid, warmup=0))
+                                       server_pid=self.pid, warmup=WARM))
         after = self.counts()
         drafts = {name: after[name] - before.get(name, 0.0) for name in after
                   if after[name] != before.get(name, 0.0)}
@@ -143,7 +144,7 @@ def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace
         if clock.left < LEAST_S:
             break
         salt = given.salt + 1000 * WORKS.index(work) + 10 * clients + number + 1
-        found = lines(work, requests, salt, given.loads)
+        found = lines(work, WARM + requests, salt, given.loads)
         file.write_text("".join(json.dumps(one) + "\n" for one in found))
         for server in both if number % 2 else both[::-1]:
             row = server.row(file, clients, requests)
