@@ -22,7 +22,7 @@ BLIND = 64  # steps that all waited, after which none is believed to run ahead
 FIRST = 8  # steps at the start that draft nothing: they tell what a step costs by itself
 LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
-KEEP = 4  # steps that a decision for one sequence holds, if nothing else changes
+KEEP = 4  # steps that a decision holds: for one sequence if nothing changes, of more to sleep
 # Steps that the other way is tried for: of one sequence, of several, and of several that waited
 # until then, of which running ahead costs little.  The first tell nothing: the very first are of
 # either way, and then nobody has been guessed for.
@@ -33,6 +33,7 @@ SETTLE = 3  # steps of a way, of several sequences, that are not counted
 SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
 WAKE = 256  # steps that it then reads before it is tried: of what it slept through it knows nothing
+HOPELESS = 0.75  # of the other way's rate: one of several sequences that gives less is tried seldom
 FAR = 0.97  # of the best rate: below this a chain is not nearly wanted
 
 
@@ -53,6 +54,7 @@ class Ahead:
         self._plans: dict[int, tuple[int, int]] = {}  # by size of load: next trial, then every
         self._kept: tuple[object, int, int, bool] = (None, 0, FREE, False)  # what for, until, what
         self._since = 0  # steps since a chain was wanted, or nearly
+        self._sleeps = 0  # steps that are slept through without thinking
 
     # ---- learning --------------------------------------------------------------------------------
 
@@ -96,6 +98,9 @@ class Ahead:
         self._turn += 1
         if not self._piped:
             return self._unpiped(chances, load, most)
+        if self._sleeps and load.rows > 1:  # as the last time: to think it over costs as well
+            self._sleeps -= 1
+            return ASLEEP
         if self._rest:
             self._rest -= 1
             return min(self._trial, most)
@@ -114,7 +119,10 @@ class Ahead:
         self._since = 0 if found > 0 or near else self._since + 1
         if not most or self._since <= DREAM:
             return found
-        return ASLEEP if found == FREE else HOST
+        if found != FREE:
+            return HOST
+        self._sleeps = KEEP - 1
+        return ASLEEP
 
     def _of_several(
         self, chances: Sequence[float], worth: float, load: Load, most: int
@@ -144,6 +152,9 @@ class Ahead:
         if slept:
             self._since, self._plans[size] = DREAM - WAKE, (self._turn + WAKE, every)
             return False
+        times = self._rates.waiting(rows) if rows > 1 else None
+        if times is not None and not HOPELESS < times < 1 / HOPELESS:
+            every = SELDOM  # however often it is tried
         self._plans[size] = self._turn + every, min(LATER * every, SELDOM)
         return True
 

@@ -28,12 +28,17 @@ class Known:
         self._later: list[Ints | Sequence[int]] = []
 
     def follow(self, fresh: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """Some blocks were copied (from, to), in order; then these were handed out anew."""
+        """Some blocks were copied (from, to), in order; then these were handed out anew.
+
+        While something is put off, a copy is a gap to its end: its source may have one.
+        """
         if not self._gaps:
             return
-        if copies:  # first: a source may be handed out in the same plan
-            self._settle()
-            for source, target in copies:
+        for source, target in copies:  # first: a source may be handed out in the same plan
+            if self._later:
+                last = (target + 1) * self._size - 2
+                self._later.append(np.array([last], dtype=np.int32))
+            else:
                 self._from[target] = self._from[source]
         if fresh:
             self._later.append(fresh)

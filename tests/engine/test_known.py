@@ -51,9 +51,20 @@ def test_what_is_known_is_what_was_written_awake_since_the_newest_gap(often):
 def test_a_copy_has_the_gaps_of_its_source():
     known = Known(4, SIZE)
     known.slept(np.array([2 * SIZE + 1], np.int32))
-    known.follow([2], [(2, 3)])  # its source is handed out in the same plan
     ids, starts = np.array([[2], [3], [1]], np.int32), np.array([3, 3, 3], np.int32)
+    assert known.begins(ids, starts).tolist() == [3, 1, 1]
+    known.follow([2], [(2, 3)])  # its source is handed out in the same plan
     assert known.begins(ids, starts).tolist() == [1, 3, 1]
+
+
+def test_a_copy_that_is_made_in_a_sleep_is_not_trusted():
+    known = Known(4, SIZE)
+    known.slept(np.array([SIZE], np.int32))
+    known.follow([], [(0, 3)])
+    known.follow([2], [(3, 2)])  # and then handed out anew
+    ids = np.array([[3, 0], [2, 0]], np.int32)
+    assert known.begins(ids, np.array([3, 3], np.int32)).tolist() == [4, 1]
+    assert known.begins(ids, np.array([6, 6], np.int32)).tolist() == [SIZE, 1]
 
 
 def test_without_a_gap_all_is_known():

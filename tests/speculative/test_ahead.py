@@ -118,7 +118,7 @@ def test_a_draft_of_the_device_that_is_far_from_paying_sleeps():
     # It is tried all the same, when it has read for a while: it knows nothing of what it slept
     # through.
     tried = [i for i, one in enumerate(found) if one > 0 and found[i - 1] <= 0]
-    assert len(tried) > 3
+    assert len(tried) >= 3
     for at in tried:
         assert ASLEEP not in found[max(at - WAKE + 5, 0) : at]
 
