@@ -109,7 +109,7 @@ class CudaRunner:
         noted(picks, self.model, shape.head_dim, dtype)
         self.picks = picks
         width = -(-(most.max_len + self.lookahead) // pages.size)
-        self.slots = Slots(most.rows, width, shape.vocab, device)
+        self.slots = Slots(most.rows, width, shape.vocab, device, self._graphs)
         ops = KernelOps(
             shape, pages.data, self.slots.tables.last, picks,
             DecodeScratch.allocate(items, shape.kv_heads, shape.head_dim, device),

@@ -5,7 +5,7 @@ A place holds nothing that the host could not write again, so a sequence without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from engine.kernels.sampler_tables import WORDS, SlotParams, SlotTables
 from engine.messages import Sampling
 
 if TYPE_CHECKING:
+    from engine.cuda.graphs import Graphs
     from engine.plan import Row
     from engine.sequence import Sequence
 
@@ -42,9 +43,11 @@ class Place:
 class Slots:
     """The map from sequences to slots; the slot after the last belongs to nobody."""
 
-    def __init__(self, count: int, width: int, vocab: int, device: torch.device) -> None:
+    def __init__(
+        self, count: int, width: int, vocab: int, device: torch.device, graphs: Graphs
+    ) -> None:
         """`width` is the most blocks of a sequence."""
-        self.count = count
+        self.count, self._graphs = count, graphs
         self.tables = SlotTables.allocate(count, vocab, device)
         self.table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
         self.ids: Ints = np.zeros((count + 1, width), dtype=np.int32)  # the host's own `table`
@@ -112,10 +115,13 @@ class Slots:
             self._free.append(place.slot)
 
     def warm(self) -> None:
-        """Compile what `upload` needs, on the slot that belongs to nobody."""
-        self._params.write(self.count, Sampling(), [], 0, [], [])
-        self._fresh.append((self.count, 0, 0))
-        self.upload()
+        """Compile and capture what `upload` needs, on the slot that belongs to nobody."""
+        for records, blocks in ((True, True), (True, False), (False, True)):
+            if records:
+                self._params.write(self.count, Sampling(), [], 0, [], [])
+            if blocks:
+                self._fresh.append((self.count, 0, 0))
+            self.upload()
 
     def upload(self) -> None:
         """Send what `place` noted to the device, in stream order."""
@@ -156,7 +162,16 @@ class Slots:
             rows[2, :words] = np.concatenate([*records.values()])
             rows[3, 0] = words
         self._mirror.send(number, (8 if words else 4) * UPDATES)
-        if fresh:
-            update_table(self.table, *self._few["blocks"])
-        if words:
-            update_table(self.tables.records, *self._few["records"])
+        what = bool(fresh), bool(words)
+        self._graphs.run(("slots", *what), self._update(*what))  # quicker than to launch kernels
+
+    def _update(self, blocks: bool, records: bool) -> Callable[[], None]:
+        """Write what `_upload_few` sent where it belongs."""
+
+        def body() -> None:
+            if blocks:
+                update_table(self.table, *self._few["blocks"])
+            if records:
+                update_table(self.tables.records, *self._few["records"])
+
+        return body

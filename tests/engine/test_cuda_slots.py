@@ -15,6 +15,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton")
 
 from engine.cuda import slots as cuda_slots  # noqa: E402
+from engine.cuda.graphs import Graphs  # noqa: E402
 from engine.cuda.slots import Slots  # noqa: E402
 from engine.kernels import sampler_tables  # noqa: E402
 from engine.kernels.embed import UPDATES  # noqa: E402
@@ -38,7 +39,8 @@ def sequence(name: str, blocks: list[int], sampling: Sampling = GREEDY) -> Seque
 class Table:
     """Slots, and a way to read one's block ids."""
 
-    slots: Slots = field(default_factory=lambda: Slots(3, 8, VOCAB, torch.device(DEVICE)))
+    slots: Slots = field(
+        default_factory=lambda: Slots(3, 8, VOCAB, torch.device(DEVICE), Graphs(False)))
 
     def put(self, seq: Sequence) -> list[int]:
         """Place and upload; the ids that the device now has for it."""
@@ -110,7 +112,7 @@ def test_records_of_few_or_many_new_sequences_are_the_same(count):
     draws = [Sampling(temperature=0.1 * i, seed=i, top_k=i, min_tokens=i % 2, bias=((3, 1.5),))
              for i in range(count)]
     seqs = [sequence(f"s{i}", [i + 1], draw) for i, draw in enumerate(draws)]
-    slots = Slots(count, 8, VOCAB, torch.device(DEVICE))
+    slots = Slots(count, 8, VOCAB, torch.device(DEVICE), Graphs(False))
     wanted = SlotTables.allocate(count, VOCAB, DEVICE)
     apart = SlotParams(wanted)
     for seq in seqs:
@@ -131,7 +133,7 @@ def test_a_bias_that_found_no_memory_is_sent_with_the_next_step(monkeypatch):
     sampling = Sampling(temperature=0.5, bias=((3, 1.5),), frequency=0.3)
     seq = sequence("a", [1], sampling)
     seq.tokens.append(9)
-    slots = Slots(2, 8, VOCAB, torch.device(DEVICE))
+    slots = Slots(2, 8, VOCAB, torch.device(DEVICE), Graphs(False))
     slot = slots.place(seq).slot
     sent, failing = sampler_tables._sent, [True]
 
@@ -151,7 +153,7 @@ def test_a_bias_that_found_no_memory_is_sent_with_the_next_step(monkeypatch):
 
 
 def test_many_blocks_of_few_sequences_go_another_way():
-    slots = Slots(4, UPDATES, VOCAB, torch.device(DEVICE))
+    slots = Slots(4, UPDATES, VOCAB, torch.device(DEVICE), Graphs(False))
     seqs = [sequence(f"s{i}", [UPDATES * i + j for j in range(UPDATES - 1)]) for i in range(3)]
     for seq in seqs:
         slots.place(seq)
