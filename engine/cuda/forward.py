@@ -21,10 +21,12 @@ from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import (
     FEW,
     SHORT,
+    TILES,
     few_short,
     fill_chunks,
     fill_short,
     most_chunk_items,
+    ramps,
     short_tile,
 )
 from engine.kernels.chunk_attention import SHAPES
@@ -140,12 +142,14 @@ class Forward:
         made = self._buckets[size]
         at, key, chunks = made.hosts[number], None, False
         if plain.whole:
-            splits = plain.starts // self.limits.split
+            splits = plain.starts // self.limits.split + 1
             key = size, count, splits.tobytes()
-        if key is None or not self._written.holds(number, key):
+            if not self._written.holds(number, key):
+                self._fill_even(at, splits)
+        else:
             fill = self._fill_few if len(rows) <= FEW else self._fill_lists
             chunks = fill(at, rows, count)
-            self._written.note(number, key)
+        self._written.note(number, key)
         self._fill_plain(at, plain)
         if not plain.whole:
             self._fill_long(at, rows, places, plain.count)
@@ -199,6 +203,18 @@ class Forward:
         chunks = fill_chunks(starts, counts, at["chunk_items"], tile=self._chunk_tile)
         at["chunk_total"][0] = chunks
         return chunks > 0
+
+    def _fill_even(self, at: dict[str, Ints], splits: Ints) -> None:
+        """The same of rows with one token each; `splits` [S] are their numbers of items."""
+        items, many = at["short_items"], len(splits)
+        total = int(splits.sum())
+        if total > items.shape[1]:
+            raise StepTooLarge(f"{total} attention splits; there is room for {items.shape[1]}")
+        self._clear(at, many, many)
+        at["count"][:many], at["first"][:many] = 1, self._numbers[:many]
+        items[0, :total] = (self._numbers[:many] * TILES).repeat(splits)
+        items[1, :total] = ramps(splits) if total > many else 0
+        at["short_total"][0], at["chunk_total"][0] = total, 0
 
     def _fill_few(self, at: dict[str, Ints], rows: list[Row], count: int) -> bool:
         """The same of a few rows, where numpy's calls would take longer than loops."""

@@ -45,13 +45,13 @@ def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int
     place = np.zeros_like(tiles)
     if tiles.size and tiles.max() > 1:
         rows, tokens = np.repeat(rows, tiles), np.repeat(tokens, tiles)
-        place = _places(tiles)
+        place = ramps(tiles)
     last = starts[rows] + np.minimum(tokens, (place + 1) * tile) - 1
     splits = last // split + 1
     total = int(splits.sum())
     assert total <= items.shape[1], f"{total} short items, room for {items.shape[1]}"
     items[0, :total] = np.repeat(rows * TILES + place, splits)
-    items[1, :total] = _places(splits)
+    items[1, :total] = ramps(splits)
     return total
 
 
@@ -80,7 +80,7 @@ def fill_chunks(starts: Ints, counts: Ints, items: Ints, *, tile: int) -> int:
         return 0
     tiles = -(-counts[rows] // tile)
     rows = np.repeat(rows, tiles)
-    begins = _places(tiles) * tile
+    begins = ramps(tiles) * tile
     order = np.argsort(-(starts[rows] + begins), kind="stable")
     total = rows.size
     assert total <= items.shape[1], f"{total} chunk items, room for {items.shape[1]}"
@@ -101,7 +101,7 @@ def most_chunk_items(rows: int, tokens: int, *, tile: int) -> int:
     return 0 if rows == 0 else (tokens - rows) // tile + rows
 
 
-def _places(runs: Ints) -> Ints:
+def ramps(runs: Ints) -> Ints:
     """0 .. n - 1 for each n of `runs`, end to end."""
     ends = np.cumsum(runs, dtype=np.int32)
     places = np.arange(ends[-1] if ends.size else 0, dtype=np.int32)
