@@ -42,6 +42,7 @@ FLAT = ("known", "group", "offset", "fresh", "after", "ends")
 GROUP = ("base", "start", "place", "limit", "begin")
 JOIN = ("tokens", "positions", "slots", "blocks")
 NEVER = 1 << 30  # the flat index of a draw that a row has not
+BUSY = 48  # sequences beside which a sleeping draft reads no prompt: each step has one then
 
 
 @dataclass(slots=True)
@@ -80,8 +81,7 @@ class Chaining:
         fixed = {name: (rows,) for name in (*GROUP, *JOIN)}
         self._layouts = {size: Layout(fixed | {name: (size,) for name in FLAT})
                          for size in sizes(tokens)}
-        words = max(layout.words for layout in self._layouts.values())
-        self._mirror = Mirror(words, copies, device)
+        self._mirror = Mirror(max(one.words for one in self._layouts.values()), copies, device)
         self._hosts = {size: self._mirror.hosts(one) for size, one in self._layouts.items()}
         self._fills = {"after": trash, "ends": -1, "limit": -1, "begin": 1, "place": slots.count,
                        "slots": trash}  # of the others it is 0
@@ -113,7 +113,7 @@ class Chaining:
     def stage(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
         """Send a plan's integers, before anything of it changes; `size` is the forward's bucket.
 
-        None: the draft sleeps.  It reads prompts all the same, of which it could never make up.
+        None: the draft sleeps.  It still reads prompts beside few others: it could never make up.
         """
         if plan.asleep:
             return self._stage_asleep(plan, places, size)
@@ -141,7 +141,7 @@ class Chaining:
     def _stage_asleep(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
         """The rows from the first on that reads a prompt; those before it are slept through."""
         reads = (not row.last or row.count > 1 + len(row.draft) for row in plan.rows)
-        late = plan.rows[[*reads].index(True) :] if plan.reading else []
+        late = plan.rows[[*reads].index(True) :] if plan.reading and plan.drawing <= BUSY else []
         flat = plan.tokens - sum(row.count for row in late)
         group = plan.drawing - sum(row.last for row in late)
         draw = group + plan.drafts - sum(len(row.draft) for row in late)

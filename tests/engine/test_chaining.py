@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from engine.cuda import chaining as module
 from engine.cuda.buckets import bucket, sizes
 from engine.cuda.chaining import FLAT, GROUP, JOIN, Chaining, Staged
 from engine.kernels.sampler_tables import SlotTables
@@ -218,6 +219,18 @@ def test_a_sleeping_draft_is_told_of_prompts_alone(before):
         joins += [(0, 0, TRASH, 0)] * (staged.joined - len(joins))
         told(chaining._views(JOIN, staged.joined, 1), joins)
         chaining.known._from[:] = 0
+
+
+def test_beside_many_a_sleeping_draft_reads_no_prompt(monkeypatch):
+    chaining, slots = made(), [7, 8, 9, 10, 11, 12, 40]
+    rows = [row_of(random.Random(1), kind) for kind in ("prompt", "plain")]
+    for busy, read in ((2, True), (1, False)):
+        monkeypatch.setattr(module, "BUSY", busy)
+        forwarded(chaining, rows, 8)
+        chaining._forward.host_slots = np.array(slots, np.int32)
+        staged = chaining.stage(planned(rows, 0, asleep=True), [Some(slot=0), Some(slot=1)], 8)
+        assert (staged is not None) == read
+    assert chaining.known.begins(np.array([[2]], np.int32), np.array([3], np.int32))[0] == 4
 
 
 def test_warming_tells_of_no_row():
