@@ -41,7 +41,6 @@ class Masks:
         self._rows[:] = self._open
         self._bits = self._rows.view(np.uint32)
         self._tensor = torch.from_numpy(self._rows)
-        self._used: list[slice] = []  # rows that are not open now
         self._alone = llguidance.LLExecutor(num_threads=1)
         self._shared = llguidance.LLExecutor(num_threads=threads) if threads > 1 else self._alone
         self.legal: list[int] = []
@@ -58,21 +57,18 @@ class Masks:
 
         Of the requests whose places are in `lean` only the first row is computed in which no token
         is forced: later ones allow everything, but where one is.  (That row gives a lexer its fuel,
-        so there has to be one a step.)
+        so there has to be one a step.)  So do rows behind what is legal, which nobody looks at.
         """
-        for span in self._used:
-            self._rows[span] = self._open
-        self._used.clear()
+        if self.filled:
+            self._rows[self.filled] = self._open
+            self.filled.clear()
         self.legal.clear()
-        self.filled.clear()
         fresh: list[Request] = []
         judges: list[State] = []  # who judged each request's last rows
         lone: list[tuple[int, int]] = []  # a row, and the only token that is legal there
         for place, (row, state, drafts) in enumerate(requests):
-            span = slice(row, row + len(drafts) + 1)
-            assert span.stop <= len(self._rows), f"row {span.stop} of {len(self._rows)}"
-            self._rows[span] = 0
-            self._used.append(span)
+            end = row + len(drafts) + 1
+            assert end <= len(self._rows), f"row {end} of {len(self._rows)}"
             request = self._scouted(row, state, drafts, place in lean, lone)
             judges.append(state if request is None else request[1])
             if request is not None and not self._recall(*request):
@@ -82,7 +78,7 @@ class Masks:
             at, tokens = np.array(lone).T
             self._rows[at] = 0
             self._bits[at, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
-        self._close_broken(judges)
+        self._close_broken(requests, judges)
         for row, state, drafts in fresh:
             self._remember(row, state, drafts)
         return self._tensor if rows is None else self._tensor[:rows]
@@ -102,11 +98,13 @@ class Masks:
         self.legal.append(legal)
         lone += [(place, token) for place, token in enumerate(only, row) if token is not None]
         gaps = [place for place, token in enumerate(only) if token is None]
-        free = gaps[1:] if lean else ()
-        for gap in free:
-            self._rows[row + gap] = self._open
-        covered = range(row, row + len(drafts) + 1)
-        self.filled += [place for place in covered if place - row not in free] if free else covered
+        if lean:
+            later = gaps[1:]
+            self.filled += [row + place for place in range(legal + 1) if place not in later]
+        else:
+            self.filled += range(row, row + len(drafts) + 1)
+            if legal < len(drafts):
+                self._rows[row + legal + 1 : row + len(drafts) + 1] = 0
         if not gaps:
             return None
         start = state
@@ -149,12 +147,14 @@ class Masks:
             self._pad = (self._pad + 1) % self._vocab
         return []
 
-    def _close_broken(self, judges: Sequence[State]) -> None:
+    def _close_broken(self, requests: Sequence[Request], judges: Sequence[State]) -> None:
         """Zero the rows of matchers that hit a limit: llguidance allows a stop id in them."""
         for i, state in enumerate(judges):
             if state.broken:
-                self._rows[self._used[i]] = 0
+                row, _, drafts = requests[i]
+                self._rows[row : row + len(drafts) + 1] = 0
                 self.legal[i] = 0
+                self.filled = sorted({*self.filled, *range(row, row + len(drafts) + 1)})
 
     def _recall(self, row: int, state: State, drafts: Sequence[int]) -> bool:
         """Copy the rows of free text that were computed before; False when one is missing."""
