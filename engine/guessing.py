@@ -56,7 +56,7 @@ class Guessing:
         """Guess what follows a prompt that was queued: the step that ends it verifies that, too."""
         if self.host is None or seq.submit.drafts == "off" or (limit := self._room(seq)) < 1:
             return
-        draft = self.host.begin(_turn(seq, limit))
+        draft = self.host.begin(_turn(seq, limit), not self._runs_ahead)
         if draft.tokens:
             self._keep(seq, draft, self.host.source)
 

@@ -90,8 +90,11 @@ class HostDrafts(Protocol):
         where they are worth most; `beside` prompt tokens will be computed in it, too.
         """
 
-    def begin(self, turn: Turn) -> Draft:
-        """What is to be verified in the step that ends a prompt: only what is next to certain."""
+    def begin(self, turn: Turn, waits: bool) -> Draft:
+        """What is to be verified in the step that ends a prompt: only what is likely.
+
+        Unless steps wait for guesses, `waits`, only what costs next to nothing to say.
+        """
 
     def observe(self, key: Key, verified: int, matched: int) -> None:
         """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""

@@ -8,6 +8,7 @@ are verified is decided over the whole batch (length.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from engine.proposer import Draft, Key, Load, Ran, Turn
@@ -21,6 +22,7 @@ DEVICE_SOURCE = "eagle3"
 DEVICE = [0.6, 0.55, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]  # chances by place, before any was seen
 
 
+LIKELY = 0.4  # of a token behind a prompt and what is forced there: it costs a row
 RECENT = 32  # guesses that tell what the next are worth, of many sequences; of few, one of each
 # What a prompt token counts as beside drafts where a GPU computes: it is cheap there, and who waits
 # for it is served the sooner, the sooner the others end.
@@ -82,13 +84,17 @@ class Hybrid:
             for turn, offer, length in zip(turns, offers, lengths, strict=True)
         ]
 
-    def begin(self, turn: Turn) -> Draft:
-        """See HostDrafts: what the grammar dictates."""
-        if self._forced is None or turn.mode not in ("auto", "forced"):
+    def begin(self, turn: Turn, waits: bool) -> Draft:
+        """See HostDrafts: what the grammar dictates, and what texts make likely behind it."""
+        forced = self._forced is not None and turn.mode in ("auto", "forced") and turn.forced()
+        if not forced:
             return Draft([])
-        tokens, _ = self._forced.guess(turn, turn.limit)
-        self._made[turn.key] = len(tokens), 0
-        return Draft(tokens, ("forced",) * len(tokens))
+        offer = self._own(turn if waits else replace(turn, mode="forced"))
+        length = offer.forced
+        least = LIKELY * offer.survival[length - 1]  # what is forced is taken as right
+        while length < len(offer.tokens) and offer.survival[length] >= least:
+            length += 1
+        return self._cut(turn.key, offer, length)
 
     def prepare(self, turns: Sequence[Turn]) -> None:
         """See HostDrafts."""

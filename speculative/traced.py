@@ -38,9 +38,9 @@ class Traced:
             self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
         return drafts
 
-    def begin(self, turn: Turn) -> Draft:
+    def begin(self, turn: Turn, waits: bool) -> Draft:
         """What the other one begins with."""
-        draft = self._inner.begin(turn)
+        draft = self._inner.begin(turn, waits)
         self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
         return draft
 

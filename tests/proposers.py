@@ -24,7 +24,7 @@ class OneByOne:
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         return [self.guess(turn) for turn in turns]
 
-    def begin(self, turn: Turn) -> Draft:
+    def begin(self, turn: Turn, waits: bool) -> Draft:
         return self.guess(turn)
 
     def observe(self, key: Key, verified: int, matched: int) -> None:

@@ -90,6 +90,20 @@ def test_the_first_tokens_come_at_once(folder, truth, limit):
     assert engine.guessing.matched["forced"] == engine.guessing.verified["forced"] >= min(limit, 22)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_texts_make_likely_comes_with_it_where_steps_wait(folder, truth, waits):
+    whole = truth["r0", 0]
+    engine = make(folder, drafts=Hybrid(0.1), max_drafts=31, max_batch_tokens=300)
+    engine.guessing._runs_ahead = not waits
+    run = Run(engine).put(ask(predicted=whole))
+    begun(run)
+    found = firsts(run)["r0", 0]
+    assert found == whole[: len(found)]
+    assert (len(found) > len(OPENING) + 2) == waits, "a prediction is as good as certain"
+    assert run.drain().tokens == {("r0", 0): whole}
+    assert engine.guessing.matched["prediction"] > 1 or not waits
+
+
 @pytest.mark.parametrize("more", [{"drafts": "off"}, {"drafts": "suffix"}, {"max_drafts": 0}],
                          ids=str)
 def test_who_wants_no_such_draft_gets_none(folder, truth, more):
