@@ -29,9 +29,12 @@ class Guessing:
     """The proposers of one engine, and what came of their drafts."""
 
     def __init__(
-        self, host: HostDrafts | None, head: AnyDraft | None, most: int, vocab: int
-    ) -> None:
-        """`most`: draft tokens a sequence and step; `vocab`: ids are below it."""
+        self, host: HostDrafts | None, head: AnyDraft | None, most: int, vocab: int,
+        short: int = 1 << 30,
+    ) -> None:  # fmt: skip
+        """`most`: draft tokens a sequence and step; `vocab`: ids are below it; `short` tokens of a
+        row have each the bits that they have by themselves."""
+        self._short = short
         self.host = host
         self._device = head.source if head is not None else ""
         self._most = most
@@ -52,9 +55,14 @@ class Guessing:
         host = self.host.sources if self.host is not None else ()
         return [*host, *filter(None, [self._device])]
 
-    def begin(self, seq: Sequence) -> None:
-        """Guess what follows a prompt that was queued: the step that ends it verifies that, too."""
-        if self.host is None or seq.submit.drafts == "off" or (limit := self._room(seq)) < 1:
+    def begin(self, seq: Sequence, rest: int) -> None:
+        """Guess what follows a prompt that was queued: the step that ends it verifies that, too.
+
+        Of the prompt `rest` tokens are to be computed.  Behind many none is verified at once: in a
+        row that is not short a token has other bits than by itself.
+        """
+        limit = min(self._room(seq), self._short - rest)
+        if self.host is None or seq.submit.drafts == "off" or limit < 1:
             return
         draft = self.host.begin(_turn(seq, limit), not self._runs_ahead)
         if draft.tokens:
@@ -137,10 +145,13 @@ class Guessing:
                 longest = max(longest, room)
         return min(length, longest) if able else FREE
 
-    def retreat(self, seqs: list[Sequence]) -> None:
-        """A step was too large with their drafts: those are dropped, and later ones shorter."""
+    def retreat(self, seqs: list[Sequence], waiting: list[Sequence]) -> None:
+        """A step was too large with their drafts: those are dropped, and later ones shorter.
+
+        So are those of `waiting` sequences, made when they might be longer.
+        """
         self._cap = max(1, self._cap // 2)
-        for seq in seqs:
+        for seq in (*seqs, *waiting):
             seq.drop_draft()
 
     def _room(self, seq: Sequence) -> int:

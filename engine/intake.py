@@ -60,13 +60,14 @@ class Intake:
         compiler: Compiler,
         forget: Callable[[Sequence], None],
         lacks: Callable[[Submit], str],
-        begin: Callable[[Sequence], None],
+        begin: Callable[[Sequence, int], None],
         over: Callable[[bytes], None],
     ) -> None:
         """`forget` takes an aborted sequence out everywhere, and calls `ended` after the last.
 
         `lacks` says why the device cannot run a request, or nothing when it can; `begin` may guess
-        how the first choice of one begins; `over` hears of sessions that ended.
+        how the first choice of one begins, of whose prompt so many tokens are to be computed;
+        `over` hears of sessions that ended.
         """
         self.inbox: queue.SimpleQueue[ToEngine | _CompileDone] = queue.SimpleQueue()
         self.compiling: dict[str, Submit] = {}
@@ -187,7 +188,7 @@ class Intake:
             for seq in choices:
                 assert seq.grammar is not None
                 seq.closing = closing.clone(seq.grammar)
-        self._begin(choices[0])
+        self._begin(choices[0], len(submit.prompt) - cached)
         queued = len(self._scheduler.waiting)
         self._scheduler.add(choices)
         self.prompt_tokens += len(submit.prompt)

@@ -86,14 +86,16 @@ class Engine:
         drafting = any(one is not None for one in (drafts, head, maker))
         parts = build(config, checkpoint, head, progress, timeline, drafting, maker)
         self.config = config
-        self.guessing = Guessing(drafts, parts.head, config.max_drafts, parts.hello.vocab)
+        self.guessing = Guessing(
+            drafts, parts.head, config.max_drafts, parts.hello.vocab, parts.runner.short
+        )
         self.hello = replace(parts.hello, draft_sources=self.guessing.sources)
         self.runner: StepRunner = parts.runner
         self.pool, self.sessions = parts.pool, parts.sessions
         steps = list(parts.runner.sizes) or sizes(config.max_batch_tokens)
         pace = Pace(steps, config.max_gap_s, config.mixed_tokens)
         self.scheduler = Scheduler(
-            parts.pool, parts.sessions, config, pace, parts.runner.lookahead
+            parts.pool, parts.sessions, config, pace, parts.runner.lookahead, parts.runner.short
         )
         self.intake = Intake(
             parts.hello, self.scheduler, parts.sessions, parts.compiler, self._forget,
@@ -179,7 +181,7 @@ class Engine:
             self._collect(0, replies)  # preemption needs to know all that the device does
             left = [row.seq for row in plan.rows if not row.seq.gone]
             if any(row.draft for row in plan.rows):  # nobody is to yield to guesses
-                self.guessing.retreat(left)
+                self.guessing.retreat(left, self.scheduler.waiting)
                 plan = self.scheduler.plan()
                 continue
             if left and len(plan.rows) == 1:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from engine.attention.cpu import SHORT
 from engine.batch import Batch, pack
 from engine.drafting import guess, matched
 from engine.proposer import DeviceDraft
@@ -64,6 +65,10 @@ class StepRunner(Protocol):
     @property
     def lookahead(self) -> int:
         """Slots that a sequence needs beyond its wanted tokens: a device draft writes ahead."""
+
+    @property
+    def short(self) -> int:
+        """Tokens of a row up to which its bits do not depend on how many it has."""
 
     @property
     def keeps_history(self) -> bool:
@@ -146,6 +151,7 @@ class Runner:
     this one drew, and finds the newest tokens in a store of its own.
     """
 
+    short = SHORT
     keeps_history = False
     sizes: Collection[int] = ()
 
@@ -252,9 +258,10 @@ class Runner:
                 if share.last and not share.seq.gone:
                     self._last[share.seq] = max(drawn[matched(share.draft, drawn)], 0)
         if self.head is not None:
-            assert flight.hidden.taps is not None, "the model was built without the draft's taps"
-            flight.drafts = guess(self.head, flight.plan, flight.drawn, flight.hidden.taps,
-                                  self.pages.size, min(self.max_drafts, flight.plan.guesses))
+            taps = flight.hidden.taps
+            assert taps is not None, "the model was built without the draft's taps"
+            flight.drafts = guess(self.head, flight.plan, flight.drawn, taps, self.pages.size,
+                                  min(self.max_drafts, flight.plan.guesses))
 
 
 def _split(tokens: list[int], counts: list[int]) -> list[list[int]]:

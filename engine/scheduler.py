@@ -47,6 +47,7 @@ class Scheduler:
     config: ResolvedConfig
     pace: Pace
     lookahead: int = 0  # slots beyond the wanted tokens that a device draft writes
+    short_row: int = 1 << 30  # tokens of a row that a prompt's end may have with a draft behind it
     waiting: list[Sequence] = field(default_factory=list)  # sorted by order
     paused: set[str] = field(default_factory=set)  # requests whose readers are behind
     running: list[Sequence] = field(default_factory=list)  # sorted by order
@@ -132,8 +133,7 @@ class Scheduler:
         """Prompt tokens that keep nobody's stream too long; 0 when no prompt waits."""
         if not prefills and not self.waiting:
             return 0
-        backlog = sum(seq.want for seq in prefills)
-        backlog += sum(len(seq.tokens) for seq in self.waiting)
+        backlog = sum(seq.want for seq in prefills) + sum(len(seq.tokens) for seq in self.waiting)
         return self.pace.budget(sum(1 + len(seq.draft) for seq in decoders), backlog)
 
     def _decode(self, decoders: list[Sequence], spare: int, rows: list[Row]) -> None:
@@ -179,6 +179,8 @@ class Scheduler:
         """This sequence's share, with blocks behind it; None when it has to wait."""
         start, known = seq.computed + seq.flying, seq.known
         count = min(seq.want, budget)
+        if seq.draft and (own := seq.want - len(seq.draft)) > 1:
+            count = min(count, max(own, self.short_row))  # in a longer one tokens had other bits
         while need := self._lacking(seq, start + count + self.lookahead):
             try:
                 taken = self.pool.take(need)
@@ -245,8 +247,7 @@ class Scheduler:
         hits = self._match(seq)
         idle_hits = sum(block.users == 0 for block in hits)  # sharing makes them unavailable
         need = self._lacking(seq, len(seq.tokens) + self.lookahead) - len(hits) + idle_hits
-        spare = len(self.running)  # each running sequence may need a block soon
-        if self.running and self.pool.available < need + spare:
+        if self.running and self.pool.available < need + len(self.running):  # each may need one
             self._reclaim()
             return None
         self.waiting.remove(seq)
@@ -287,9 +288,8 @@ class Scheduler:
                 return
 
     def _match(self, seq: Sequence) -> list[Block]:
-        if not self.config.prefix_caching:
-            return []
-        return self.pool.match(seq.root, seq.tokens, len(seq.tokens) - 1)
+        return (self.pool.match(seq.root, seq.tokens, len(seq.tokens) - 1)
+                if self.config.prefix_caching else [])
 
     def _lacking(self, seq: Sequence, tokens: int) -> int:
         return max(0, -(-tokens // self.pool.size) - len(seq.blocks))

@@ -113,7 +113,8 @@ class Ahead:
         if self._due(load.rows, most > 0 and found == FREE and self._since > DREAM):
             many = LONG if found != FREE else WIDER
             self._rest = (many if load.rows > 1 else TRIAL) - 1
-            self._trial = FREE if found != FREE else max(
+            slept = most > 0 and self._since > DREAM
+            self._trial = (ASLEEP if slept else FREE) if found != FREE else max(
                 self._best(chances, worth, load, most)[0], min(1, most))
             return self._trial
         self._since = 0 if found > 0 or near else self._since + 1

@@ -41,8 +41,9 @@ class Witness:
         with self._device:
             pages = self._pages(1, len(tokens))
             hidden = self._forward(pages, [tokens], 0)
-            assert hidden.taps is not None
-            return hidden.taps, self._model.logits(hidden.last).argmax(dim=-1)
+            taps = hidden.taps
+            assert taps is not None
+            return taps, self._model.logits(hidden.last).argmax(dim=-1)
 
     @torch.inference_mode()
     def write(self, starts: list[list[int]], length: int = LENGTH) -> list[list[int]]:

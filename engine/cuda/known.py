@@ -37,16 +37,19 @@ class Known:
         for source, target in copies:  # first: a source may be handed out in the same plan
             if self._later:
                 last = (target + 1) * self._size - 2
-                self._later.append(np.array([last], dtype=np.int32))
+                self._put_off(np.array([last], dtype=np.int32))
             else:
                 self._from[target] = self._from[source]
         if fresh:
-            self._later.append(fresh)
+            self._put_off(fresh)
 
     def slept(self, slots: Ints) -> None:
         """No rows were made of the tokens in these page slots; of a block the last comes last."""
-        self._later.append(slots.copy())
         self._gaps = True
+        self._put_off(slots.copy())
+
+    def _put_off(self, what: Ints | Sequence[int]) -> None:
+        self._later.append(what)
         if len(self._later) >= MANY:
             self._settle()
 

@@ -63,6 +63,7 @@ class CudaRunner:
     On a CPU (tests, with Triton's interpreter) it does the same without graphs.
     """
 
+    short = SHORT
     keeps_history = True
 
     def __init__(

@@ -22,7 +22,7 @@ _NAMES = {
     "norms, rope, embed": ("_norm", "_rotate_kernel", FIRST),
     "sampler": ("_score", "_pick", "_walk", "_pivot", "_compact", "_finish", "_search",
                 "_chunk", "_row"),
-    # Those that nothing but a draft launches (kernels/chain_*.py, taps.py).
+    # Those that nothing but a draft launches (kernels/chain_*.py).
     DRAFT: ("_take", "_begin", "_inputs", "_norms", "_attend", "_merge", "_draw"),
     COPIES: ("_update",),
 }  # fmt: skip

@@ -6,7 +6,8 @@ ending is the shortest.  Choices are remembered by what may come next (`lexical`
 which is a hint and no identity: a plan counts only once the matcher has accepted it whole.
 
 A plan is a function of the grammar and the state alone.  So what a search learns is dropped with
-it; only what was learnt from the grammar's start is kept, and that before any other search.
+it; only what was learnt from the grammar's start is kept, and that before any other search.  What
+was found is kept by all tokens that led there (Plans): there the same search finds the same.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Plans:
     def __init__(self, most: int = PLANS) -> None:
         """`most`: of all grammars together."""
         self._most = most
-        self._found: OrderedDict[tuple[int, bytes], list[int] | None] = OrderedDict()
+        self._found: OrderedDict[tuple[int, bytes], list[int]] = OrderedDict()
         self._grammars = count()
 
     def grammar(self) -> int:
@@ -77,7 +78,8 @@ class Plans:
             found.move_to_end(key)
             return found[key]
         plan = search()
-        if plan is None or len(plan) <= LONGEST:
+        # What was not found may have been only because a lexer, which all copies share, was full.
+        if plan is not None and len(plan) <= LONGEST:
             found[key] = plan
             if len(found) > self._most:
                 found.popitem(last=False)

@@ -83,9 +83,9 @@ class Target:
     def run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Features [rows, length, taps * hidden], and the last layer's output [rows, length, h]."""
         hidden = self.model.run(PackedOps(self.config, batch, self._cos, self._sin))
-        assert hidden.taps is not None, "the model was built without taps"
-        shape = batch.tokens.shape
-        return hidden.taps.view(*shape, -1), hidden.last.view(*shape, -1)
+        taps, shape = hidden.taps, batch.tokens.shape
+        assert taps is not None, "the model was built without taps"
+        return taps.view(*shape, -1), hidden.last.view(*shape, -1)
 
     @torch.no_grad()
     def wanted(self, batch: Batch, last: Tensor, kept: Tensor) -> Wanted:

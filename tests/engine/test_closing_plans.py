@@ -100,14 +100,31 @@ def test_so_many_are_kept_and_none_that_is_long(searched):
         assert len(searched) == before + 1
 
 
-def test_a_search_in_vain_is_not_made_twice(compiler, searched, monkeypatch):
+def test_what_was_not_found_is_searched_for_again(compiler, searched, monkeypatch):
+    """A lexer that was full then may have room now."""
     compiled = compiler.compile(lark(NOTE))
-    monkeypatch.setattr(Planner, "_cut", lambda *given: None)
-    for wanted in (1, 0):
-        before, state = len(searched), compiled.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "_cut", lambda *given: None)
+        state = compiled.start()
         assert state.accept_all(b'{"no') == 4
         assert compiled.planner.full(state, ROOMY, list(b'{"no')) is None
-        assert len(searched) - before == wanted
+    assert compiled.planner.full(state, ROOMY, list(b'{"no')) is not None
+
+
+def test_what_was_said_is_what_the_state_moved_over(compiler):
+    """Along the plan in one run, by other tokens, in place of one, and behind a refused one."""
+    compiled = compiler.compile(lark(NOTE))
+    budget = len(compiled.planner.start_plan) + 2
+    closing = Closing(compiled.planner, compiled.start())
+    assert closing.admit(budget)
+    begin = b'{"note": "a'
+    for run in (begin[:6], begin[6:], b"bcdefgh"):
+        closing.take(list(run), budget - closing._state.steps)
+        assert len(closing._said) == closing._state.steps
+    assert closing.overridden and bytes(closing._said).startswith(begin + b"b")
+    copy = closing.clone(closing._state.clone())
+    copy._said.append(1)
+    assert len(closing._said) == closing._state.steps
 
 
 @pytest.mark.parametrize("spare", [3, 12, 300])
@@ -127,6 +144,9 @@ def test_nothing_that_is_said_depends_on_what_was_kept(compiler, spare):
                           if both[0]._state.valid_prefix([one]) == 1), None)
             assert token is not None
             taken = [one.take([token], left) for one in both]
+            assert all(len(one._said) == one._state.steps for one in both)
+            if left % 7 == 0:
+                both = [one.clone(one._state.clone()) for one in both]
             assert taken[0] == taken[1] and both[0].plan == both[1].plan
             if taken[0].ended:
                 break

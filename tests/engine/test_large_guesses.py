@@ -37,7 +37,7 @@ def test_guesses_that_make_a_step_too_large_are_dropped_and_nobody_yields(
     monkeypatch.setattr("engine.guessing.RECOVER", 1)
     caps = []
     retreat = engine.guessing.retreat
-    engine.guessing.retreat = lambda seqs: (retreat(seqs), caps.append(engine.guessing._cap))
+    engine.guessing.retreat = lambda *seqs: (retreat(*seqs), caps.append(engine.guessing._cap))
     assert answers(engine, *asks) == known
     assert caps and engine.scheduler.preemptions == 0
     assert engine.guessing.accepted > 60 and engine.guessing._cap > min(caps)
