@@ -33,6 +33,8 @@ SETTLE = 3  # steps of a way, of several sequences, that are not counted
 SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
 WAKE = 256  # steps that it then reads before it is tried: of what it slept through it knows nothing
+MANY = 16  # sequences from which trials are planned apart from those of fewer
+ROWS = 8  # sequences up to which SELDOM is how seldom a hopeless way is tried; each more costs
 HOPELESS = 0.75  # of the other way's rate: one of several sequences that gives less is tried seldom
 FAR = 0.97  # of the best rate: below this a chain is not nearly wanted
 
@@ -146,7 +148,7 @@ class Ahead:
 
     def _due(self, rows: int, slept: bool) -> bool:
         """Time to try what is not done, with about so many sequences; a draft that slept wakes."""
-        size = min(rows, 2)  # a trial at one size tells of those that are near
+        size = (rows > 1) + (rows >= MANY)  # a trial at one size tells of those that are near
         at, every = self._plans.get(size, (self._turn, SOON))
         if self._turn < at:
             return False
@@ -155,8 +157,8 @@ class Ahead:
             return False
         times = self._rates.waiting(rows) if rows > 1 else None
         if times is not None and not HOPELESS < times < 1 / HOPELESS:
-            every = SELDOM  # however often it is tried
-        self._plans[size] = self._turn + every, min(LATER * every, SELDOM)
+            every = SELDOM * max(1, rows // ROWS)  # however often it was until now
+        self._plans[size] = self._turn + every, max(every, min(LATER * every, SELDOM))
         return True
 
     def _unpiped(self, chances: Sequence[float], load: Load, most: int) -> int:

@@ -42,7 +42,7 @@ FLAT = ("known", "group", "offset", "fresh", "after", "ends")
 GROUP = ("base", "start", "place", "limit", "begin")
 JOIN = ("tokens", "positions", "slots", "blocks")
 NEVER = 1 << 30  # the flat index of a draw that a row has not
-BUSY = 48  # sequences beside which a sleeping draft reads no prompt: each step has one then
+BUSY = 16  # sequences beside which a sleeping draft reads no prompt: it would hardly wake for it
 
 
 @dataclass(slots=True)

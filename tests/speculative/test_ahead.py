@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.proposer import ASLEEP, FREE, HOST, LENGTHS, Load, Ran
-from speculative.ahead import BLIND, DREAM, FIRST, LOOK, TRIAL, TRY, WAKE, Ahead
+from speculative.ahead import BLIND, DREAM, FIRST, LOOK, SELDOM, TRIAL, TRY, WAKE, Ahead
 
 ONE = Load(1)
 
@@ -112,8 +112,8 @@ def test_guesses_of_the_host_make_steps_wait_while_they_are_worth_it():
 def test_a_draft_of_the_device_that_is_far_from_paying_sleeps():
     ahead = Ahead(0.002, True)
     how = {"free": 1.0, "waits": 3.0, "token": 0.1}
-    assert ASLEEP not in run(ahead, DREAM, Load(32), [0.3] * 8, 0.0, 7, **how)
-    found = run(ahead, 12_000, Load(32), [0.3] * 8, 0.0, 7, **how)
+    assert ASLEEP not in run(ahead, DREAM, Load(8), [0.3] * 8, 0.0, 7, **how)
+    found = run(ahead, 12_000, Load(8), [0.3] * 8, 0.0, 7, **how)
     assert found.count(ASLEEP) > 0.85 * len(found)
     # It is tried all the same, when it has read for a while: it knows nothing of what it slept
     # through.
@@ -132,6 +132,16 @@ def test_a_draft_of_the_device_sleeps_while_steps_wait_for_the_host_alone(load):
     # It wakes as soon as its chains are worth more.
     found = run(ahead, 300, load, [0.95] * 8, 0.5, 7, **how)
     assert sum(one > 0 for one in found[-200:]) > 0.9 * 200
+
+
+def test_what_gave_far_less_is_tried_the_seldomer_the_more_it_costs():
+    ahead, how = Ahead(0.002, True), {"free": 1.0, "waits": 3.0, "token": 0.1}
+    found = run(ahead, 5 * SELDOM, Load(64), [0.3] * 8, 0.0, 7, **how)
+    tried = [i for i, one in enumerate(found) if one > 0 and found[i - 1] <= 0]
+    assert 1 <= len(tried) <= 2 and tried[-1] < 500, "and then not in eight times SELDOM steps"
+    # With few, where a trial costs little and may tell another thing, at once.
+    found = run(ahead, WAKE + 20, Load(4), [0.3] * 8, 0.0, 7, **how)
+    assert any(one > 0 for one in found)
 
 
 def test_the_first_steps_of_a_way_do_not_count_where_nobody_has_been_guessed_for():
