@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine.loop")
 
 TOO_LARGE = (torch.OutOfMemoryError, StepTooLarge)  # what a step may fail with and the engine live
-LISTEN = 4  # of the steps that a device draft sleeps through one in so many is timed: enough
 QUIET_S = 0.25  # without a step: a shorter pause is a client about to send its next request
 
 
@@ -227,7 +226,7 @@ class Engine:
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
             ran, before = self._cycles.ended(flight, len(flights)), self._generated
             replies += self._commit(flight)
-            if ran.seconds and (not flight.plan.asleep or self._number % LISTEN == 0):
+            if ran.seconds:
                 self.guessing.ran(ran._replace(tokens=self._generated - before))
             if flight.plan.guesses:
                 self._guessed = flight

@@ -32,6 +32,9 @@ SETTLE = 3  # steps of a way, of several sequences, that are not counted
 # guessed for cost several steps' time to begin with.
 SOON, LATER, SELDOM = 64, 4, 4096
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
+# The same where steps wait for the host all the same: it sleeps for little there, and a text in
+# which it slept is guessed worse from then on.
+DOZE = 256
 WAKE = 256  # steps that it then reads before it is tried: of what it slept through it knows nothing
 MANY = 16  # sequences from which trials are planned apart from those of fewer
 ROWS = 8  # sequences up to which SELDOM is how seldom a hopeless way is tried; each more costs
@@ -62,6 +65,8 @@ class Ahead:
 
     def observe(self, ran: Ran) -> None:
         """A step took so long."""
+        if self._sleeps and not ran.alone:  # one in KEEP of these tells enough
+            return
         if ran.alone != self._way:
             self._way, self._settling = ran.alone, SETTLE
         elif self._settling and ran.sequences > 1:
@@ -103,6 +108,7 @@ class Ahead:
         if self._sleeps and load.rows > 1:  # as the last time: to think it over costs as well
             self._sleeps -= 1
             return ASLEEP
+        self._sleeps = 0
         if self._rest:
             self._rest -= 1
             return min(self._trial, most)
@@ -115,16 +121,17 @@ class Ahead:
         if self._due(load.rows, most > 0 and found == FREE and self._since > DREAM):
             many = LONG if found != FREE else WIDER
             self._rest = (many if load.rows > 1 else TRIAL) - 1
-            slept = most > 0 and self._since > DREAM
+            slept = most > 0 and self._since > DOZE
             self._trial = (ASLEEP if slept else FREE) if found != FREE else max(
                 self._best(chances, worth, load, most)[0], min(1, most))
+            self._rates.tried(load.rows, self._trial >= 0)
             return self._trial
         self._since = 0 if found > 0 or near else self._since + 1
         if not most or self._since <= DREAM:
             return found
         if found != FREE:
-            return HOST
-        self._sleeps = KEEP - 1
+            return HOST if self._since > DOZE else found
+        self._sleeps = KEEP - 1 if load.rows > 1 else 0
         return ASLEEP
 
     def _of_several(

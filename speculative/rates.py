@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 FADE = 1 - 1 / 128  # what a step's count becomes with each later one of its kind
+OLD = 0.25  # what is left of a way's count when it is tried
 ENOUGH = 4  # steps of a kind that tell something
 SIZES = 16  # powers of two that are looked through
 GAIN = 1.03  # waiting must give so much more: it makes streams come in larger pieces
@@ -39,6 +40,12 @@ class Rates:
         found.tokens = found.tokens * FADE + tokens
         found.seconds = found.seconds * FADE + seconds
         found.steps += 1
+
+    def tried(self, sequences: int, waited: bool) -> None:
+        """A way is about to be seen again: what it gave long ago counts for less than that."""
+        if found := self._sums.get((sequences.bit_length(), waited)):
+            found.tokens *= OLD
+            found.seconds *= OLD
 
     def waiting(self, sequences: int) -> float | None:
         """How many times the tokens of running ahead waiting gives, or None: not known.

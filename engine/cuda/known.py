@@ -40,8 +40,10 @@ class Known:
                 self._put_off(np.array([last], dtype=np.int32))
             else:
                 self._from[target] = self._from[source]
-        if fresh:
+        if fresh and self._later:
             self._put_off(fresh)
+        elif fresh:
+            self._from[fresh] = 0
 
     def slept(self, slots: Ints) -> None:
         """No rows were made of the tokens in these page slots; of a block the last comes last."""

@@ -134,6 +134,26 @@ def test_a_draft_of_the_device_sleeps_while_steps_wait_for_the_host_alone(load):
     assert sum(one > 0 for one in found[-200:]) > 0.9 * 200
 
 
+@pytest.mark.parametrize("load", [ONE, Load(32)], ids=["one", "several"])
+def test_what_a_sleep_costs_is_still_measured(load):
+    """What runs ahead becomes five times as slow: then waiting pays."""
+    ahead, how = Ahead(0.002, True), {"waits": 2.2, "token": 0.1}
+    run(ahead, 200, Load(32), [0.05] * 8, 0.0, 7, free=1.0, **how)  # which it may remember
+    found = run(ahead, 400, load, [0.05] * 8, 0.0, 7, free=1.0, **how)
+    assert found.count(ASLEEP) > 40
+    found = run(ahead, 2500, load, [0.05] * 8, 0.0, 7, free=5.0, **how)
+    assert sum(one not in (FREE, ASLEEP) for one in found[-200:]) > 150
+
+
+@pytest.mark.parametrize("load", [ONE, Load(32)], ids=["one", "several"])
+def test_the_other_way_is_measured_out_of_a_wait_in_which_a_draft_sleeps(load):
+    ahead, how = Ahead(0.002, True), {"waits": 1.2, "token": 0.3}
+    found = run(ahead, 1500, load, [0.05] * 8, 2.0, 7, free=1.0, **how)
+    assert found[-100:].count(HOST) > 90
+    found = run(ahead, 20_000, load, [0.05] * 8, 2.0, 7, free=0.1, **how)
+    assert sum(one in (FREE, ASLEEP) for one in found[-200:]) > 150, "it was seen to be quicker"
+
+
 def test_what_gave_far_less_is_tried_the_seldomer_the_more_it_costs():
     ahead, how = Ahead(0.002, True), {"free": 1.0, "waits": 3.0, "token": 0.1}
     found = run(ahead, 5 * SELDOM, Load(64), [0.3] * 8, 0.0, 7, **how)
