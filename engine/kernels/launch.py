@@ -55,9 +55,8 @@ def enqueue(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
 def library(x: Tensor, w: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
     """Enqueue x W^T to `out`, plus `residual` (which may be `out`), by torch's own library.
 
-    See kernels/matmul.py for what it gives.
-
-    Nothing where launches are only named: there is nothing to compile, and perhaps no weight yet.
+    See kernels/matmul.py for what it gives.  Nothing where launches are only named: there is
+    nothing to compile, and perhaps no weight yet.
     """
     if _named.get() is not None:
         return
