@@ -199,7 +199,7 @@ def test_settling_before_the_host_knows_the_last_token_is_noticed(
     submits = requests(draw, grammar, 1)
     expected = {key: tokens for submit in submits for key, tokens in truth(submit).items()}
     assert Run(make(folder, depth=1)).put(*submits).drain().tokens == expected
-    monkeypatch.setattr(Engine, "_needs_host", lambda self, plan, masked: False)
+    monkeypatch.setattr(Engine, "_needs_host", lambda self, plan: False)
     assert Run(make(folder, depth=1)).put(*submits).drain().tokens != expected
 
 

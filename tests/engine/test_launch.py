@@ -213,9 +213,9 @@ def test_a_library_product_is_computed_or_left_alone():
     out = torch.full((2, 4), 7.0)
     with compiling(1, CPU):
         library(x, torch.empty(4, 3, device="meta"), out)
-        library(x, w, out, add=True)
+        library(x, w, out, out)
     assert out.eq(7.0).all()
-    library(x, w, out, add=True)
+    library(x, w, out, out)
     assert torch.allclose(out, 7.0 + x @ w.t())
     library(x, w, out)
     assert torch.equal(out, x @ w.t())
