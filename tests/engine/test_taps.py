@@ -25,7 +25,7 @@ from tests.speculative.test_captured import make  # noqa: E402
 from tests.tiny import write_llama  # noqa: E402
 
 LAYERS = 3
-PROMPT = [(7 * i + i // 5) % 250 for i in range(41)]
+PROMPT = [(7 * i + i // 5) % 250 for i in range(21)]
 
 
 class Reading(KnowingChains):
@@ -65,16 +65,20 @@ def answered(engine, count: int) -> list[int]:
     return run.tokens["r", 0]
 
 
-@pytest.mark.parametrize("taps", [(-1,), (0,), (LAYERS - 1,), (-1, 0, 1), (0, LAYERS - 1),
-                                  tuple(range(-1, LAYERS))], ids=str)
-def test_a_draft_reads_each_tapped_layers_output(folder, witness, taps):
+@pytest.fixture(scope="module")
+def plain(folder):
+    return answered(make(folder, None, True), 4)
+
+
+@pytest.mark.parametrize("taps", [(1,), (0, LAYERS - 1), tuple(range(-1, LAYERS))], ids=str)
+def test_a_draft_reads_each_tapped_layers_output(folder, witness, plain, taps):
     head = Reading(taps)
     engine = make(folder, head, True)
     answered(engine, 1)  # the prompt's step is the only one
     wanted, _ = witness.read(PROMPT, [tap + 1 for tap in taps])
     found = torch.cat(list(head.read[:, : len(PROMPT)].cpu()), dim=1)
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-4)
-    assert answered(engine, 12) == answered(make(folder, None, True), 12)
+    assert answered(engine, 4) == plain
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in place", "to another place"])
