@@ -20,6 +20,7 @@ import json
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}  # 95
 SETS = 64  # prompts of load.py that one salt gives
 MOST = 128  # tokens of an answer
 LEAST_S = 8.0  # a pair needs so much
+SHARE = "0.45"  # of a card's memory to each server: both lie on one
 WARM = 8  # requests before each run: a device that idled is slow for a while, and so is its host
 COUNTED = re.compile(r'^(slipstream:(?:draft|accepted)\w*)\{([^}]*)\} ([0-9.e+]+)$', re.M)
 
@@ -80,13 +82,16 @@ def _call(family: tuple[Any, ...], turn: int, salt: int, number: int) -> dict[st
 class Server:
     """One that runs, and what was measured of it."""
 
-    def __init__(self, name: str, base: str, pid: int) -> None:
-        self.name, self.base, self.pid = name, base, pid
+    def __init__(self, name: str, base: str, process: subprocess.Popen[bytes]) -> None:
+        self.name, self.base, self.process = name, base, process
         self.model: str = ""
 
     def wait(self, clock: Clock) -> None:
-        """Until it answers; raise RuntimeError when the time is up."""
+        """Until it answers; raise RuntimeError when its process ends or the time is up."""
         while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended with code {self.process.returncode} before "
+                                   "it was ready; see its log.")
             if clock.left < 0:
                 raise RuntimeError(f"{self.name} was not ready in time; see its log.")
             with contextlib.suppress(OSError, ValueError):
@@ -100,7 +105,7 @@ class Server:
         before = self.counts()
         load = serve_bench.Load(self.base, self.model, endpoint="chat", prompts=str(file))
         row = next(serve_bench.measure(load, [clients], requests, serve_bench.default_processes(),
-                                       server_pid=self.pid, warmup=WARM))
+                                       server_pid=self.process.pid, warmup=WARM))
         after = self.counts()
         drafts = {name: after[name] - before.get(name, 0.0) for name in after
                   if after[name] != before.get(name, 0.0)}
@@ -123,9 +128,10 @@ def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
         for name, config in (("off", "off"), ("on", given.on)):
             port = free_port()
             command = [sys.executable, str(ROOT / "slipstream.py"), "serve", given.model, "--port",
-                       str(port), "--speculative-config", config, *given.serve_args.split()]
+                       str(port), "--speculative-config", config, "--gpu-memory-utilization", SHARE,
+                       *given.serve_args.split()]
             process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
-            found.append(Server(name, f"http://127.0.0.1:{port}", process.pid))
+            found.append(Server(name, f"http://127.0.0.1:{port}", process))
             found[-1].wait(clock)  # one after the other: the second finds the kernels of the first
         yield found
 

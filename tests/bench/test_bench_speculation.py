@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import time
+
 import pytest
 
-from tests.bench.bench_speculation import STUDENT, lines, summed
+from tests.bench.bench_speculation import STUDENT, lines, servers, summed
+from tests.bench.h200_serving import Clock
 
 KEYS = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
         "server_cpu_ms", "errors")
@@ -29,3 +33,12 @@ def test_questions_are_held_out_and_differ_by_salt(tmp_path):
     assert len(first) == 3 and not [one for one in first if one in other]
     assert all(one["messages"][-1]["role"] == "user" for one in first)
     assert all(one["more"]["ignore_eos"] is False for one in first)
+
+
+def test_a_server_that_ends_before_it_is_ready_ends_the_wait_at_once(tmp_path):
+    start = time.perf_counter()
+    given = argparse.Namespace(model=str(tmp_path / "none"), on="off", out=tmp_path, serve_args="")
+    with pytest.raises(RuntimeError, match=r"off ended with code [1-9]"), \
+            servers(given, Clock(300.0)):
+        pass
+    assert time.perf_counter() - start < 100  # seconds; without the look at its process 280
