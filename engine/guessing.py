@@ -42,6 +42,8 @@ class Guessing:
         self._cap = most  # draft tokens a sequence; fewer after a step that was too large
         self._asked = 0  # times
         self._runs_ahead = False  # the newest step does not wait for this
+        self.rests = 0  # steps that an answer still holds for: nobody is asked, nor told anything
+        self._rested = 0  # how many there were since the proposer was asked
         self.rounds = 0  # rows that verified a draft
         self.drafted = 0  # tokens verified
         self.accepted = 0
@@ -80,7 +82,7 @@ class Guessing:
         One whose newest token only the device knows cannot take a draft.  While steps run ahead of
         the host that is so of all; then one that is alone has it judged what a guess were worth.
         """
-        if self.host is None:
+        if self.host is None or self.rests:
             return
         if self._runs_ahead and scheduler.active > 1:
             if any(seq.pending for seq in scheduler.running):
@@ -119,13 +121,21 @@ class Guessing:
 
     def ahead(self, plan: Plan, scheduler: Scheduler) -> int:
         """What follows a plan, as HostDrafts.ahead says it."""
+        if self.rests and plan.drawing > 1 and not plan.masked:
+            self.rests -= 1
+            self._rested += 1
+            return ASLEEP
+        self.rests = 0
         if self.host is None and not self._device:
             return FREE
         found = self._most
         if self.host is not None:
             masked = 2 * len(plan.masked) > plan.drawing
-            load = Load(plan.drawing, _beside(scheduler), masked)
+            load = Load(plan.drawing, _beside(scheduler), masked, 1 + self._rested)
+            self._rested = 0
             found = self.host.ahead(load, self._most if self._device else 0)
+            if found == ASLEEP and not plan.masked:
+                self.rests = self.host.holds - 1
         if found >= 0 or found == HOST:
             found = self._wanted(plan, found)
         self._runs_ahead = found in (FREE, ASLEEP)

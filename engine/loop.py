@@ -226,7 +226,7 @@ class Engine:
             self.scheduler.pace.observe(flight.plan.tokens, flight.seconds)
             ran, before = self._cycles.ended(flight, len(flights)), self._generated
             replies += self._commit(flight)
-            if ran.seconds:
+            if ran.seconds and not self.guessing.rests:
                 self.guessing.ran(ran._replace(tokens=self._generated - before))
             if flight.plan.guesses:
                 self._guessed = flight

@@ -56,6 +56,7 @@ class Load(NamedTuple):
     rows: int  # sequences that decode
     beside: int = 0  # prompt tokens that are about to be computed as well
     masked: bool = False  # most of them have a grammar
+    steps: int = 1  # since this was asked the last time: many are slept through at one answer
 
 
 class Ran(NamedTuple):
@@ -117,6 +118,13 @@ class HostDrafts(Protocol):
 
         With 0 and more, and with HOST, the next step waits for this one's results, and `propose`
         is asked between them; chains have up to `most` tokens, 0 where no device drafts.
+        """
+
+    @property
+    def holds(self) -> int:
+        """Steps that the newest ASLEEP is for, at least 1: of those only the last is `timed`.
+
+        Where one sequence is left, or one with a grammar comes, it is asked at once.
         """
 
     def forget(self, key: Key) -> None:

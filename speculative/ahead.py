@@ -22,7 +22,7 @@ BLIND = 64  # steps that all waited, after which none is believed to run ahead
 FIRST = 8  # steps at the start that draft nothing: they tell what a step costs by itself
 LOOK = 64  # where nothing runs ahead: one step in so many drafts nothing
 TRY = 16  # of those looks one in so many is a short chain, where none seems to be worth it
-KEEP = 4  # steps that a decision holds: for one sequence if nothing changes, of more to sleep
+KEEP = 4  # steps that a decision for one sequence holds, if nothing changes
 # Steps that the other way is tried for: of one sequence, of several, and of several that waited
 # until then, of which running ahead costs little.  The first tell nothing: the very first are of
 # either way, and then nobody has been guessed for.
@@ -31,6 +31,7 @@ SETTLE = 3  # steps of a way, of several sequences, that are not counted
 # Steps from one trial to the next, each time LATER times as many.  Many sequences that nobody has
 # guessed for cost several steps' time to begin with.
 SOON, LATER, SELDOM = 64, 4, 4096
+REST = 16  # steps of several sequences that a decision to sleep holds: thinking costs as well
 DREAM = 24  # steps without a chain, or nearly one, after which a device's draft sleeps
 # The same where steps wait for the host all the same: it sleeps for little there, and a text in
 # which it slept is guessed worse from then on.
@@ -59,14 +60,12 @@ class Ahead:
         self._plans: dict[int, tuple[int, int]] = {}  # by size of load: next trial, then every
         self._kept: tuple[object, int, int, bool] = (None, 0, FREE, False)  # what for, until, what
         self._since = 0  # steps since a chain was wanted, or nearly
-        self._sleeps = 0  # steps that are slept through without thinking
+        self.holds = 1  # steps that the newest choice is for
 
     # ---- learning --------------------------------------------------------------------------------
 
     def observe(self, ran: Ran) -> None:
         """A step took so long."""
-        if self._sleeps and not ran.alone:  # one in KEEP of these tells enough
-            return
         if ran.alone != self._way:
             self._way, self._settling = ran.alone, SETTLE
         elif self._settling and ran.sequences > 1:
@@ -102,13 +101,10 @@ class Ahead:
         `chances` of each place of a device's chain, all before it being right; `worth`: tokens that
         a host's guess is right for, in the mean.
         """
-        self._turn += 1
+        self._turn += load.steps
+        self.holds = 1
         if not self._piped:
             return self._unpiped(chances, load, most)
-        if self._sleeps and load.rows > 1:  # as the last time: to think it over costs as well
-            self._sleeps -= 1
-            return ASLEEP
-        self._sleeps = 0
         if self._rest:
             self._rest -= 1
             return min(self._trial, most)
@@ -118,7 +114,7 @@ class Ahead:
             return FREE
         found, near = (self._of_one if load.rows == 1 else self._of_several)(
             chances, worth, load, most)
-        if self._due(load.rows, most > 0 and found == FREE and self._since > DREAM):
+        if self._due(load, most > 0 and found == FREE and self._since > DREAM):
             many = LONG if found != FREE else WIDER
             self._rest = (many if load.rows > 1 else TRIAL) - 1
             slept = most > 0 and self._since > DOZE
@@ -126,13 +122,11 @@ class Ahead:
                 self._best(chances, worth, load, most)[0], min(1, most))
             self._rates.tried(load.rows, self._trial >= 0)
             return self._trial
-        self._since = 0 if found > 0 or near else self._since + 1
-        if not most or self._since <= DREAM:
-            return found
-        if found != FREE:
-            return HOST if self._since > DOZE else found
-        self._sleeps = KEEP - 1 if load.rows > 1 else 0
-        return ASLEEP
+        self._since = 0 if found > 0 or near else self._since + load.steps
+        if found == FREE and self._since > DREAM:
+            self.holds = REST if load.rows > 1 else 1
+            return ASLEEP
+        return HOST if found != FREE and most and self._since > DOZE else found
 
     def _of_several(
         self, chances: Sequence[float], worth: float, load: Load, most: int
@@ -153,14 +147,16 @@ class Ahead:
             self._kept = what, self._turn + KEEP, *self._best(chances, worth, load, most)
         return self._kept[2], self._kept[3]
 
-    def _due(self, rows: int, slept: bool) -> bool:
+    def _due(self, load: Load, slept: bool) -> bool:
         """Time to try what is not done, with about so many sequences; a draft that slept wakes."""
+        rows = load.rows
         size = (rows > 1) + (rows >= MANY)  # a trial at one size tells of those that are near
         at, every = self._plans.get(size, (self._turn, SOON))
         if self._turn < at:
             return False
         if slept:
-            self._since, self._plans[size] = DREAM - WAKE, (self._turn + WAKE, every)
+            self._since = DREAM - WAKE + 1 - load.steps  # which are added to it
+            self._plans[size] = self._turn + WAKE, every
             return False
         times = self._rates.waiting(rows) if rows > 1 else None
         if times is not None and not HOPELESS < times < 1 / HOPELESS:

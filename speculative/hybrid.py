@@ -135,6 +135,11 @@ class Hybrid:
         return self._ahead[load.masked].choose(
             self._device.chances, self._worth[load.masked], load, most)
 
+    @property
+    def holds(self) -> int:
+        """See HostDrafts."""
+        return self._ahead[self._masked].holds
+
     def forget(self, key: Key) -> None:
         """The sequence ended."""
         self._made.pop(key, None)

@@ -20,6 +20,7 @@ class OneByOne:
     """A proposer that guesses for each sequence by itself, in `guess`, and learns nothing."""
 
     sources = ()
+    holds = 1
 
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         return [self.guess(turn) for turn in turns]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.cuda.buckets import bucket, sizes
 from engine.cuda.graphs import Graphs
-from engine.cuda.known import Known
+from engine.cuda.known import Known, reads
 from engine.cuda.layout import Ints, Layout, Mirror
 from engine.kernels.chain_rows import Chains, FlatRows, Groups, Taken, begin, take
 from engine.memory import out_of_memory
@@ -42,7 +42,6 @@ FLAT = ("known", "group", "offset", "fresh", "after", "ends")
 GROUP = ("base", "start", "place", "limit", "begin")
 JOIN = ("tokens", "positions", "slots", "blocks")
 NEVER = 1 << 30  # the flat index of a draw that a row has not
-BUSY = 16  # sequences beside which a sleeping draft reads no prompt: it would hardly wake for it
 
 
 @dataclass(slots=True)
@@ -140,14 +139,14 @@ class Chaining:
 
     def _stage_asleep(self, plan: Plan, places: list[Place], size: int) -> Staged | None:
         """The rows from the first on that reads a prompt; those before it are slept through."""
-        reads = (not row.last or row.count > 1 + len(row.draft) for row in plan.rows)
-        late = plan.rows[[*reads].index(True) :] if plan.reading and plan.drawing <= BUSY else []
+        if not reads(plan):
+            return None
+        read = (not row.last or row.count > 1 + len(row.draft) for row in plan.rows)
+        late = plan.rows[[*read].index(True) :]
         flat = plan.tokens - sum(row.count for row in late)
         group = plan.drawing - sum(row.last for row in late)
         draw = group + plan.drafts - sum(len(row.draft) for row in late)
         self.known.slept(self._forward.host_slots[:flat])
-        if not late:
-            return None
         number, ids = self._mirror.next(), self._slots.ids
         at = self._hosts[size][number]
         self._fill(at, ("known", "after", "ends"), 0, size)

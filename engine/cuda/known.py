@@ -1,18 +1,27 @@
 """From where on a device draft knows a sequence: steps that it slept through left gaps in its KV.
 
 By block, on the host: its rows lie in the target's own blocks, so that what was cached in a gap is
-known for one as well.  Touches no device.
+known for one as well.  A draft that sleeps on costs nothing a step: what its sequences will write
+to is noted when it falls asleep, or is handed out.  Touches no device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.cuda.layout import Ints
 
-MANY = 256  # steps' worth that is put off
+if TYPE_CHECKING:
+    from engine.plan import Plan, Row
+
+BUSY = 16  # sequences beside which a sleeping draft reads no prompt: it would hardly wake for it
+
+
+def reads(plan: Plan) -> bool:
+    """Whether a draft makes rows of the prompts in a plan that it sleeps through otherwise."""
+    return plan.reading and plan.drawing <= BUSY
 
 
 class Known:
@@ -23,51 +32,46 @@ class Known:
         self._size = size
         self._from: Ints = np.zeros(blocks, dtype=np.int32)  # slots from here on hold rows; 0 = all
         self._gaps = False  # there ever was one
-        # What is not in `_from` yet, in order: slots that were slept through, and lists of blocks
-        # that were handed out anew.  Whoever sleeps for long pays for looking at it once.
-        self._later: list[Ints | Sequence[int]] = []
+        self._asleep = False  # nothing is noted but blocks that are handed out
 
-    def follow(self, fresh: Sequence[int], copies: Sequence[tuple[int, int]]) -> None:
-        """Some blocks were copied (from, to), in order; then these were handed out anew.
+    def follow(self, plan: Plan) -> None:
+        """A plan is about to be launched.
 
-        While something is put off, a copy is a gap to its end: its source may have one.
+        A sequence that wakes without a row in it is known from its next block on.  One that falls
+        asleep without (it was paused) is taken for known: what is guessed for it is wrong more
+        often, until its next block.
         """
-        if not self._gaps:
+        asleep = plan.asleep and not reads(plan)
+        if not (self._gaps or asleep):
             return
-        for source, target in copies:  # first: a source may be handed out in the same plan
-            if self._later:
-                last = (target + 1) * self._size - 2
-                self._put_off(np.array([last], dtype=np.int32))
-            else:
-                self._from[target] = self._from[source]
-        if fresh and self._later:
-            self._put_off(fresh)
-        elif fresh:
-            self._from[fresh] = 0
+        for source, target in plan.copies:  # first: a source may be handed out in the same plan
+            self._from[target] = self._size + 1 if asleep else self._from[source]
+        if asleep != self._asleep:
+            self._asleep, self._gaps = asleep, True
+            for row in plan.rows:
+                (self._sleep if asleep else self._wake)(row)
+        if plan.fresh:
+            self._from[plan.fresh] = self._size + 1 if asleep else 0
+
+    def _sleep(self, row: Row) -> None:
+        """Whatever is written from now on is a gap."""
+        for block in row.seq.blocks[row.start // self._size :]:
+            self._from[block.id] = self._size + 1
+
+    def _wake(self, row: Row) -> None:
+        """Of one that decodes, what was written until now is a gap and what will be is not."""
+        if not row.last or row.count > 1 + len(row.draft) or not row.start:
+            return  # its blocks were handed out for it, or it found them and knows them
+        place, inner = divmod(row.start - 1, self._size)
+        blocks = [block.id for block in row.seq.blocks[place:]]
+        self._from[blocks] = 0
+        self._from[blocks[:1]] = inner + 2  # the row of a slot would lie in the next one
 
     def slept(self, slots: Ints) -> None:
         """No rows were made of the tokens in these page slots; of a block the last comes last."""
         self._gaps = True
-        self._put_off(slots.copy())
-
-    def _put_off(self, what: Ints | Sequence[int]) -> None:
-        self._later.append(what)
-        if len(self._later) >= MANY:
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._later:
-            return
-        # A block that was handed out is a slot below 0.
-        slots = np.concatenate([one if isinstance(one, np.ndarray)
-                                else (-1 - np.array(one, dtype=np.int32)) * self._size
-                                for one in self._later])[::-1]
-        self._later.clear()
-        block, inner = np.divmod(np.abs(slots), self._size)
-        block -= slots < 0
-        block, newest = np.unique(block, return_index=True)
-        # The row of a slot would lie in the next one.
-        self._from[block] = np.where(slots[newest] < 0, 0, inner[newest] + 2)
+        block, inner = np.divmod(slots, self._size)
+        self._from[block] = inner + 2
 
     def begins(self, ids: Ints, starts: Ints) -> Ints:
         """The first slot, at least 1, from which on there is no gap up to the newest token.
@@ -76,7 +80,6 @@ class Known:
         """
         if not self._gaps:
             return np.ones(len(starts), dtype=np.int32)
-        self._settle()
         many = starts // self._size + 1
         ids = ids[:, : int(many.max())]
         gaps = self._from[ids]

@@ -166,7 +166,7 @@ class CudaRunner:
             if self._draft is not None:
                 self._draft.copy(source, target)
         if self.chaining is not None:
-            self.chaining.known.follow(plan.fresh, plan.copies)
+            self.chaining.known.follow(plan)
         places = self.slots.placed(plan.rows)
         self.slots.upload()
         even = plain(plan.rows, places, self.slots.ids, self.pages.size)

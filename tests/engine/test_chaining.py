@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from engine.cuda import chaining as module
+from engine.cuda import known as module
 from engine.cuda.buckets import bucket, sizes
 from engine.cuda.chaining import FLAT, GROUP, JOIN, Chaining, Staged
 from engine.kernels.sampler_tables import SlotTables
@@ -48,7 +48,8 @@ def row_of(chance: random.Random, kind: str) -> Some:
     return Some(
         start=start, count=count, last=kind != "chunk", pending=kind == "pending", drafts=drafts,
         draft=tuple(chance.randrange(1000) for _ in range(drafts)),
-        seq=Some(submit=submit, tokens=tokens, remaining=chance.choice([1, 4, 50])),
+        seq=Some(submit=submit, tokens=tokens, remaining=chance.choice([1, 4, 50]),
+                 blocks=[]),
     )
 
 
@@ -170,18 +171,19 @@ def test_a_step_that_is_slept_through_sends_nothing_and_is_a_gap_for_later_chain
     chaining, sent = made(), []
     rows = [row_of(random.Random(1), "plain")]
     rows[0].seq.submit.max_drafts, rows[0].seq.remaining = 7, 50
-    own = chaining._slots.ids[3]
-    chaining._forward.host_slots = np.array([own[rows[0].start // SIZE] * SIZE
-                                             + rows[0].start % SIZE], np.int32)
+    rows[0].seq.blocks = [Some(id=int(block)) for block in chaining._slots.ids[3]]
     forwarded(chaining, rows, 1)
+    plan = planned(rows, 0, asleep=True)
+    chaining.known.follow(plan)
     with monkeypatch.context() as patch:
         patch.setattr(chaining._mirror, "send", lambda *given: sent.append(given))
-        assert chaining.stage(planned(rows, 0, asleep=True), [Some(slot=3)], 1) is None
+        assert chaining.stage(plan, [Some(slot=3)], 1) is None
     assert not sent
     rows[0].start += 1
     rows[0].seq.tokens.append(1)
     forwarded(chaining, rows, 1)
-    chaining.stage(planned(rows, 2), [Some(slot=3)], 1)
+    chaining.known.follow(plan := planned(rows, 2))
+    chaining.stage(plan, [Some(slot=3)], 1)
     assert chaining._views(GROUP, 1, 1)["begin"].tolist() == [rows[0].start + 1]
 
 
@@ -230,7 +232,6 @@ def test_beside_many_a_sleeping_draft_reads_no_prompt(monkeypatch):
         chaining._forward.host_slots = np.array(slots, np.int32)
         staged = chaining.stage(planned(rows, 0, asleep=True), [Some(slot=0), Some(slot=1)], 8)
         assert (staged is not None) == read
-    assert chaining.known.begins(np.array([[2]], np.int32), np.array([3], np.int32))[0] == 4
 
 
 def test_warming_tells_of_no_row():

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.proposer import ASLEEP, FREE, HOST, LENGTHS, Load, Ran
-from speculative.ahead import BLIND, DREAM, FIRST, LOOK, SELDOM, TRIAL, TRY, WAKE, Ahead
+from speculative.ahead import BLIND, DREAM, FIRST, LOOK, REST, SELDOM, TRIAL, TRY, WAKE, Ahead
 
 ONE = Load(1)
 
@@ -121,6 +121,28 @@ def test_a_draft_of_the_device_that_is_far_from_paying_sleeps():
     assert len(tried) >= 3
     for at in tried:
         assert ASLEEP not in found[max(at - WAKE + 5, 0) : at]
+
+
+def test_a_decision_to_sleep_holds_for_several_and_is_no_longer_than_it_would_be():
+    """With a head and without one; trials come after as many steps as where each is asked for."""
+    for most in (7, 0):
+        woke = []
+        for holds in (False, True):
+            ahead, step, slept, load = Ahead(0.002, True), 0, 0, Load(8)
+            while step < 4 * SELDOM:
+                chosen = ahead.choose([0.3] * 8, 0.0, load, most)
+                if slept > WAKE and chosen != ASLEEP:
+                    break
+                slept += load.steps if chosen == ASLEEP else 0
+                load = Load(8, steps=ahead.holds if holds else 1)
+                step += load.steps
+                ahead.observe(Ran(8, 3.0 if chosen >= 0 else 1.0, alone=chosen >= 0, sequences=8,
+                                  tokens=8))
+                assert ahead.holds == (REST if chosen == ASLEEP and not ahead._rest else 1)
+            woke.append(step)
+        assert WAKE < woke[0] <= woke[1] <= woke[0] + 2 * REST < SELDOM * 1.2, most
+    ahead.choose([0.3] * 8, 0.0, ONE, 0)
+    assert ahead.holds == 1
 
 
 @pytest.mark.parametrize("load", [ONE, Load(32)], ids=["one", "several"])
