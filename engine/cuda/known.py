@@ -33,6 +33,7 @@ class Known:
         self._from: Ints = np.zeros(blocks, dtype=np.int32)  # slots from here on hold rows; 0 = all
         self._gaps = False  # there ever was one
         self._asleep = False  # nothing is noted but blocks that are handed out
+        self._handed: list[int] = []  # those, while they are not in `_from` yet
 
     def follow(self, plan: Plan) -> None:
         """A plan is about to be launched.
@@ -47,11 +48,23 @@ class Known:
         for source, target in plan.copies:  # first: a source may be handed out in the same plan
             self._from[target] = self._size + 1 if asleep else self._from[source]
         if asleep != self._asleep:
+            self._settle()
             self._asleep, self._gaps = asleep, True
             for row in plan.rows:
                 (self._sleep if asleep else self._wake)(row)
-        if plan.fresh:
-            self._from[plan.fresh] = self._size + 1 if asleep else 0
+        if not plan.fresh:
+            return
+        if not asleep:
+            self._from[plan.fresh] = 0
+            return
+        self._handed += plan.fresh
+        if len(self._handed) > len(self._from):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Note that nothing is known of the blocks that were handed out in this sleep."""
+        self._from[self._handed] = self._size + 1
+        self._handed.clear()
 
     def _sleep(self, row: Row) -> None:
         """Whatever is written from now on is a gap."""
@@ -80,6 +93,7 @@ class Known:
         """
         if not self._gaps:
             return np.ones(len(starts), dtype=np.int32)
+        self._settle()
         many = starts // self._size + 1
         ids = ids[:, : int(many.max())]
         gaps = self._from[ids]
