@@ -38,7 +38,8 @@ STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}  # 95
 SETS = 64  # prompts of load.py that one salt gives
 MOST = 128  # tokens of an answer
 LEAST_S = 8.0  # a pair needs so much
-SHARE = "0.45"  # of a card's memory to each server: both lie on one
+# Of a card's memory that may be in use when a server has its own; both lie on one.
+SHARES = {"off": "0.45", "on": "0.9"}
 WARM = 8  # requests before each run: a device that idled is slow for a while, and so is its host
 COUNTED = re.compile(r'^(slipstream:(?:draft|accepted)\w*)\{([^}]*)\} ([0-9.e+]+)$', re.M)
 
@@ -128,8 +129,8 @@ def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
         for name, config in (("off", "off"), ("on", given.on)):
             port = free_port()
             command = [sys.executable, str(ROOT / "slipstream.py"), "serve", given.model, "--port",
-                       str(port), "--speculative-config", config, "--gpu-memory-utilization", SHARE,
-                       *given.serve_args.split()]
+                       str(port), "--speculative-config", config, "--gpu-memory-utilization",
+                       SHARES[name], *given.serve_args.split()]
             process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
             found.append(Server(name, f"http://127.0.0.1:{port}", process))
             found[-1].wait(clock)  # one after the other: the second finds the kernels of the first
