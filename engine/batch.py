@@ -40,7 +40,7 @@ def pack(rows: list[Row], size: int, device: torch.device) -> Batch:
         seq, start, stop = row.seq, row.start, row.start + row.count
         if row.pending:
             origins.append((len(tokens), seq))
-            tokens.append(0)
+            tokens += (0, *row.draft)
         elif row.count == 1:
             tokens.append(seq.tokens[start])
         else:

@@ -23,7 +23,8 @@ def check(scheduler: Scheduler) -> None:
     for seq in running:
         start = seq.computed + seq.flying
         assert start <= len(seq.blocks) * pool.size, f"{seq.key} lacks blocks"
-        drafts = len(seq.draft) if seq.pending else 0  # they fly with the row that verifies them
+        # They fly with the row that verifies them.
+        drafts = len(seq.draft) if seq.pending and not seq.early else 0
         assert start < seq.known + drafts, f"{seq.key} is ahead"
         assert seq.computed < len(seq.tokens), f"{seq.key} has computed what it has not"
         assert 0 <= seq.pending <= seq.flying, f"{seq.key} draws what it does not compute"

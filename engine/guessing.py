@@ -30,11 +30,11 @@ class Guessing:
 
     def __init__(
         self, host: HostDrafts | None, head: AnyDraft | None, most: int, vocab: int,
-        short: int = 1 << 30,
+        short: int = 1 << 30, piped: bool = False,
     ) -> None:  # fmt: skip
         """`most`: draft tokens a sequence and step; `vocab`: ids are below it; `short` tokens of a
-        row have each the bits that they have by themselves."""
-        self._short = short
+        row have each the bits that they have by themselves; `piped`: steps may run ahead."""
+        self._short, self._piped = short, piped
         self.host = host
         self._device = head.source if head is not None else ""
         self._most = most
@@ -61,9 +61,11 @@ class Guessing:
         """Guess what follows a prompt that was queued: the step that ends it verifies that, too.
 
         Of the prompt `rest` tokens are to be computed.  Behind many none is verified at once: in a
-        row that is not short a token has other bits than by itself.
+        row that is not short a token has other bits than by itself.  Then the next step does that,
+        behind a token that only the device knows.
         """
-        limit = min(self._room(seq), self._short - rest)
+        behind = self._piped and seq.history is None and rest >= self._short
+        limit = min(self._room(seq), self._short if behind else self._short - rest)
         if self.host is None or seq.submit.drafts == "off" or limit < 1:
             return
         draft = self.host.begin(_turn(seq, limit), not self._runs_ahead)
@@ -138,6 +140,9 @@ class Guessing:
                 self.rests = self.host.holds - 1
         if found >= 0 or found == HOST:
             found = self._wanted(plan, found)
+            # Nobody has to be asked for the next step: who wakes for it is seen in that one.
+            if all(row.seq.early for row in plan.rows if row.last):
+                found = ASLEEP if found == HOST else FREE
         self._runs_ahead = found in (FREE, ASLEEP)
         return found
 

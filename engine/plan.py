@@ -18,7 +18,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     start: int  # position of the first token computed
     count: int
     last: bool  # the row reaches the newest token: it gives at least one new token
-    pending: bool = False  # that newest token is its only one, and still on the device alone
+    pending: bool = False  # that newest token is its first one, and still on the device alone
     draft: tuple[int, ...] = ()  # guesses, at the end; only when the row is `last`
     replaced: int = 0  # `replaced` of the sequence when this was planned
 

@@ -169,7 +169,7 @@ class Scheduler:
                     continue
                 room -= 1
             known = len(seq.tokens) + seq.pending
-            if seq.pending and (known >= seq.most or seq.draft):
+            if seq.pending and (known >= seq.most or (seq.draft and not seq.early)):
                 continue  # what flies draws its last token, or the one that a draft starts from
             decodes = known - seq.computed - seq.flying == 1  # as seq.decoding says
             (decoders if decodes else prefills).append(seq)
@@ -198,8 +198,7 @@ class Scheduler:
         last = drafts >= 0
         draft = tuple(seq.draft[:drafts]) if drafts > 0 else ()
         row = Row(seq, start, count, last, seq.pending > 0, draft, seq.replaced)
-        seq.flying += count
-        seq.pending += last
+        seq.fly(row)
         return row
 
     def _make_room(self, seq: Sequence, rows: list[Row]) -> bool:
@@ -313,10 +312,11 @@ class Scheduler:
         if row.draft:
             seq.drafted += len(row.draft)
             seq.accepted += accepted.matched
-        seq.drop_draft()  # one that found no room in this step, too
         if accepted.forced or accepted.undrawn:  # the latter draws behind its newest token again
             seq.replace()
             seq.computed -= accepted.forced and self.lookahead > 0  # a device draft consumed it
+        if not seq.flying:  # else the next step verifies what was guessed behind this one
+            seq.drop_draft()
         self._publish(seq)
         if seq.siblings:
             self._fork(seq)
@@ -343,8 +343,7 @@ class Scheduler:
         """The plan did not fly: its rows are wanted as before.  Its copies and clears are done."""
         for row in plan.rows:
             if not row.vain:
-                row.seq.flying -= row.count
-                row.seq.pending -= row.last
+                row.seq.stay(row)
 
     def _fork(self, seq: Sequence) -> None:
         """Start the other choices on the prompt's KV: share full blocks, copy the last."""

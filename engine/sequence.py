@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.grammar.closing import Closing
     from engine.grammar.state import State
     from engine.messages import Sampling, Submit
+    from engine.plan import Row
     from engine.sampling import History
 
 
@@ -46,6 +47,7 @@ class Sequence:
     gone: bool = False  # dropped: finished, aborted or failed; what still flies for it is wasted
     draft: list[int] = field(default_factory=list)
     sources: Seq[str] = ()  # who guessed each token of it
+    early: bool = False  # it begins behind the newest pending token: the next row may verify it
     guessed: list[int] = field(default_factory=list)  # by the device, for the host to choose from
     vainly: int = 0  # tokens to wait until the host looks again, after it found nothing
     look_at: int = 0  # tokens at which it does
@@ -110,6 +112,26 @@ class Sequence:
         """What may end it inside an accepted run; `lean`: see End."""
         return End(self.most - len(self.tokens), self.stop_ids, self.grammar, self.closing, lean)
 
+    def fly(self, row: Row) -> None:
+        """A row of it was planned.
+
+        If that draws what the draft begins with, the rest of it goes behind that token.
+        """
+        self.flying += row.count
+        self.pending += row.last
+        if row.last and self.draft and not row.draft:
+            self.draft, self.sources = self.draft[1:], self.sources[1:]
+            self.early = bool(self.draft)
+        else:
+            self.early = False
+
+    def stay(self, row: Row) -> None:
+        """That row was not launched after all."""
+        self.flying -= row.count
+        self.pending -= row.last
+        if self.early:
+            self.drop_draft()
+
     def replace(self) -> None:
         """Its newest token is not what the device drew: what flies for it is computed in vain."""
         self.replaced += 1
@@ -117,4 +139,5 @@ class Sequence:
 
     def drop_draft(self) -> None:
         """Forget the guess; a later one may come."""
-        self.draft, self.sources, self.guessed = [], (), []
+        self.draft, self.sources, self.guessed, self.early = [], (), [], False
+

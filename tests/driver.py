@@ -29,6 +29,7 @@ def make(
     )
     engine = Engine(config, open_checkpoint(str(folder)), drafts=drafts, head=head)
     engine.runner.depth = depth if head is None else 0
+    engine.guessing._piped = engine.runner.depth > 0
     return engine
 
 

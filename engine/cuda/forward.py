@@ -269,8 +269,8 @@ class Forward:
         for row, slot in zip(rows[first:], slots, strict=True):
             start, count = row.start, row.count
             if row.pending:
-                tokens += [0] * count
-                origins += [slot] * count
+                tokens += (0, *row.draft)
+                origins += (slot, *[-1] * len(row.draft))
             else:
                 tokens += row.seq.tokens[start : start + count - len(row.draft)]
                 tokens += row.draft
