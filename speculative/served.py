@@ -72,13 +72,9 @@ def configured(config: EngineConfig) -> EngineConfig:
 
 
 def make(config: ResolvedConfig, kind: str) -> HostDrafts | None:
-    """The proposer of an engine on a device of this kind, or None.
-
-    Left to itself a GPU gets none: host drafts make its next step wait for the last one's result,
-    and what that costs has not been measured there.
-    """
+    """The proposer of an engine on a device of this kind, or None."""
     wanted = _read(config.speculative)
-    if wanted is None or (config.speculative == "auto" and kind != "cpu"):
+    if wanted is None:
         return None
     module, _, name = PROPOSERS[wanted.method].partition(":")
     made: HostDrafts = getattr(importlib.import_module(module), name)(ROW[kind], kind != "cpu")
@@ -140,7 +136,7 @@ def head(config: ResolvedConfig, kind: str) -> HeadMaker | None:
     """What loads the head that is asked for, or None; raise BadConfig."""
     wanted = _read(config.speculative)
     path = None if wanted is None else _head_of(config.model, wanted)
-    if wanted is None or not path or (config.speculative == "auto" and kind != "cpu"):
+    if wanted is None or not path:
         return None
     return _Eagle3(path, asked=wanted.model is not None)
 

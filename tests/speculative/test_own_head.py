@@ -34,7 +34,7 @@ def test_it_is_used_where_drafts_are_unless_another_or_none_is_asked_for(tmp_pat
         assert maker(text) is not None, text
     for text in ("off", '{"method": "suffix"}', '{"model": ""}'):
         assert maker(text) is None, text
-    assert maker("auto", "cuda") is None and maker("{}", "cuda") is not None
+    assert maker("auto", "cuda") is not None and maker("off", "cuda") is None
     assert maker("auto", model="other") is None
     assert maker(f'{{"model": "{tmp_path}"}}')._path == str(tmp_path)
     monkeypatch.setitem(served.OWN_HEADS, MODEL, tmp_path / "missing")

@@ -18,9 +18,8 @@ def made(text: str, kind: str = "cpu"):
     return proposer(config.resolved(kind), kind)
 
 
-def test_a_cpu_drafts_by_itself_and_a_gpu_when_it_is_asked_to() -> None:
-    assert isinstance(made("auto"), Hybrid)
-    assert made("auto", "cuda") is None
+def test_a_device_drafts_by_itself_unless_it_is_told_not_to() -> None:
+    assert isinstance(made("auto"), Hybrid) and isinstance(made("auto", "cuda"), Hybrid)
     assert isinstance(made("{}", "cuda"), Hybrid)
     assert made("off") is None and made("off", "cuda") is None
     assert proposer(EngineConfig(model="m").resolved("cpu"), "cpu") is None  # nobody configured it
