@@ -65,7 +65,7 @@ class Guessing:
         behind a token that only the device knows.
         """
         behind = self._piped and seq.history is None and rest >= self._short
-        limit = min(self._room(seq), self._short if behind else self._short - rest)
+        limit = min(self._room(seq), self._short - (1 if behind else rest))
         if self.host is None or seq.submit.drafts == "off" or limit < 1:
             return
         draft = self.host.begin(_turn(seq, limit), not self._runs_ahead)
@@ -141,7 +141,7 @@ class Guessing:
         if found >= 0 or found == HOST:
             found = self._wanted(plan, found)
             # Nobody has to be asked for the next step: who wakes for it is seen in that one.
-            if all(row.seq.early for row in plan.rows if row.last):
+            if self._piped and all(row.seq.early for row in plan.rows if row.last):
                 found = ASLEEP if found == HOST else FREE
         self._runs_ahead = found in (FREE, ASLEEP)
         return found
@@ -214,7 +214,7 @@ class Guessing:
         if self.host is not None:
             # Behind an end nothing was judged: only a token that differs is a miss.
             seen = count if len(accepted.tokens) > right else right
-            self.host.observe(seq.key, min(seen, right + 1), right)
+            self.host.observe(seq.key, sources, min(seen, right + 1), right)
 
     def ran(self, ran: Ran) -> None:
         """Tell the proposer what a step took."""

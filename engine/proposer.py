@@ -97,8 +97,12 @@ class HostDrafts(Protocol):
         Unless steps wait for guesses, `waits`, only what costs next to nothing to say.
         """
 
-    def observe(self, key: Key, verified: int, matched: int) -> None:
-        """Of the newest draft of `key` the target looked at `verified` tokens, `matched` stood."""
+    def observe(self, key: Key, sources: Sequence[str], verified: int, matched: int) -> None:
+        """Of a draft for `key` the target looked at `verified` tokens, and `matched` stood.
+
+        `sources` guessed its tokens; it is the newest draft, or what came of that: the beginning
+        may have been drawn meanwhile, the end may have found no room.
+        """
 
     def prepare(self, turns: Sequence[Turn]) -> None:
         """Begin with what `propose` will be asked for next, but for what the device guesses."""
@@ -122,7 +126,7 @@ class HostDrafts(Protocol):
 
     @property
     def holds(self) -> int:
-        """Steps that the newest ASLEEP is for, at least 1: of those only the last is `timed`.
+        """Steps that the newest ASLEEP is for, at least 1; of those only the last is `timed`.
 
         Where one sequence is left, or one with a grammar comes, it is asked at once.
         """

@@ -101,7 +101,7 @@ class Ahead:
         `chances` of each place of a device's chain, all before it being right; `worth`: tokens that
         a host's guess is right for, in the mean.
         """
-        self._turn += load.steps
+        self._turn += 1
         self.holds = 1
         if not self._piped:
             return self._unpiped(chances, load, most)
@@ -122,11 +122,16 @@ class Ahead:
                 self._best(chances, worth, load, most)[0], min(1, most))
             self._rates.tried(load.rows, self._trial >= 0)
             return self._trial
-        self._since = 0 if found > 0 or near else self._since + load.steps
+        self._since = 0 if found > 0 or near else self._since + 1
         if found == FREE and self._since > DREAM:
             self.holds = REST if load.rows > 1 else 1
             return ASLEEP
         return HOST if found != FREE and most and self._since > DOZE else found
+
+    def rested(self, steps: int) -> None:
+        """So many steps were slept through without a choice."""
+        self._turn += steps
+        self._since += steps
 
     def _of_several(
         self, chances: Sequence[float], worth: float, load: Load, most: int
@@ -155,8 +160,7 @@ class Ahead:
         if self._turn < at:
             return False
         if slept:
-            self._since = DREAM - WAKE + 1 - load.steps  # which are added to it
-            self._plans[size] = self._turn + WAKE, every
+            self._since, self._plans[size] = DREAM - WAKE, (self._turn + WAKE, every)
             return False
         times = self._rates.waiting(rows) if rows > 1 else None
         if times is not None and not HOPELESS < times < 1 / HOPELESS:

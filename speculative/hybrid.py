@@ -65,7 +65,6 @@ class Hybrid:
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
         # The host's own, made while a device still drafts; by who, and how long the text was.
         self._ready: dict[tuple[Key, int], Offer] = {}
-        self._made: dict[Key, tuple[int, int]] = {}  # of each newest draft: forced, device's
 
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """The best chain of each, cut where a further row costs more than it brings."""
@@ -80,8 +79,7 @@ class Hybrid:
             self._ahead[self._masked].alone, [offer.survival for offer in offers], beside,
             self._prompt)
         return [
-            self._cut(turn.key, offer, length)
-            for turn, offer, length in zip(turns, offers, lengths, strict=True)
+            _cut(offer, length) for offer, length in zip(offers, lengths, strict=True)
         ]
 
     def begin(self, turn: Turn, waits: bool) -> Draft:
@@ -94,7 +92,7 @@ class Hybrid:
         least = LIKELY * offer.survival[length - 1]  # what is forced is taken as right
         while length < len(offer.tokens) and offer.survival[length] >= least:
             length += 1
-        return self._cut(turn.key, offer, length)
+        return _cut(offer, length)
 
     def prepare(self, turns: Sequence[Turn]) -> None:
         """See HostDrafts."""
@@ -112,14 +110,14 @@ class Hybrid:
         part = min(count / (of if of == 1 else RECENT), 1.0)
         self._worth[masked] = known + part * (worth - known)
 
-    def observe(self, key: Key, verified: int, matched: int) -> None:
+    def observe(self, key: Key, sources: Sequence[str], verified: int, matched: int) -> None:
         """Let each source learn from its part."""
-        forced, device = self._made.get(key, (0, 0))
+        forced = sources.count("forced")  # they come first
         if self._forced is not None and forced:
             self._forced.observe(min(verified, forced), min(matched, forced))
         if not verified > forced <= matched:
             return
-        if device:
+        if DEVICE_SOURCE in sources:
             for place in range(forced, verified):
                 self._device.learn(min(place, len(DEVICE) - 1), place < matched)
         elif self._suffix is not None:
@@ -131,6 +129,7 @@ class Hybrid:
 
     def ahead(self, load: Load, most: int) -> int:
         """See HostDrafts: what pays, by what guesses were worth so far and steps took."""
+        self._ahead[self._masked].rested(load.steps - 1)  # at its answer
         self._count, self._masked = load.rows, load.masked
         return self._ahead[load.masked].choose(
             self._device.chances, self._worth[load.masked], load, most)
@@ -142,7 +141,6 @@ class Hybrid:
 
     def forget(self, key: Key) -> None:
         """The sequence ended."""
-        self._made.pop(key, None)
         if self._suffix is not None:
             self._suffix.forget(key)
 
@@ -181,13 +179,13 @@ class Hybrid:
             return own
         return Offer([*own.tokens[:forced], *rest], longer, forced, 0, len(rest))
 
-    def _cut(self, key: Key, offer: Offer, length: int) -> Draft:
-        forced = min(offer.forced, length)
-        predicted = min(offer.predicted, length - forced)
-        device = min(offer.device, length - forced)
-        self._made[key] = forced, device
-        sources = ("forced",) * forced + ("prediction",) * predicted + (DEVICE_SOURCE,) * device
-        return Draft(offer.tokens[:length], sources + ("suffix",) * (length - len(sources)))
+
+def _cut(offer: Offer, length: int) -> Draft:
+    forced = min(offer.forced, length)
+    predicted = min(offer.predicted, length - forced)
+    device = min(offer.device, length - forced)
+    sources = ("forced",) * forced + ("prediction",) * predicted + (DEVICE_SOURCE,) * device
+    return Draft(offer.tokens[:length], sources + ("suffix",) * (length - len(sources)))
 
 
 def suffix(row: float, piped: bool) -> Hybrid:

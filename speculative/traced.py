@@ -26,28 +26,22 @@ class Traced:
     def __init__(self, inner: HostDrafts) -> None:
         self._inner = inner
         self.sources = inner.sources
-        self._sources: dict[Key, Sequence[str]] = {}  # of each newest draft
 
     def propose(self, turns: Sequence[Turn], beside: int = 0) -> list[Draft]:
         """What the other one proposes."""
         for turn in turns:
             output = len(turn.tokens) - turn.prompt_len
             told.extend([TARGET] * (output - len(told)))
-        drafts = self._inner.propose(turns, beside)
-        for turn, draft in zip(turns, drafts, strict=True):
-            self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
-        return drafts
+        return self._inner.propose(turns, beside)
 
     def begin(self, turn: Turn, waits: bool) -> Draft:
         """What the other one begins with."""
-        draft = self._inner.begin(turn, waits)
-        self._sources[turn.key] = draft.sources or (self._inner.source,) * len(draft.tokens)
-        return draft
+        return self._inner.begin(turn, waits)
 
-    def observe(self, key: Key, verified: int, matched: int) -> None:
+    def observe(self, key: Key, sources: Sequence[str], verified: int, matched: int) -> None:
         """The first `matched` tokens of the step are the draft's."""
-        told.extend(self._sources.get(key, ())[:matched])
-        self._inner.observe(key, verified, matched)
+        told.extend(sources[:matched])
+        self._inner.observe(key, sources, verified, matched)
 
     def prepare(self, turns: Sequence[Turn]) -> None:
         """The other one does."""
@@ -65,9 +59,13 @@ class Traced:
         """See HostDrafts."""
         return self._inner.ahead(load, most)
 
+    @property
+    def holds(self) -> int:
+        """See HostDrafts."""
+        return self._inner.holds
+
     def forget(self, key: Key) -> None:
         """The request is over; what was noted stays."""
-        self._sources.pop(key, None)
         self._inner.forget(key)
 
     def ended(self, session: bytes) -> None:

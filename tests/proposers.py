@@ -28,8 +28,8 @@ class OneByOne:
     def begin(self, turn: Turn, waits: bool) -> Draft:
         return self.guess(turn)
 
-    def observe(self, key: Key, verified: int, matched: int) -> None:
-        assert 0 <= matched <= verified
+    def observe(self, key: Key, sources: Sequence[str], verified: int, matched: int) -> None:
+        assert 0 <= matched <= verified <= len(sources)
 
     def prepare(self, turns: Sequence[Turn]) -> None:
         pass

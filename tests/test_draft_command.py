@@ -71,7 +71,7 @@ def test_the_tokens_of_a_step_are_the_drafts_and_then_the_targets(matched: int) 
 
     propose()
     for _ in range(2):
-        watched.observe(key, 3, matched)
+        watched.observe(key, ["three"] * 3, 3, matched)
         tokens += [0] * (matched + 1)
         propose()
     assert traced.told == (["three"] * matched + ["target"]) * 2

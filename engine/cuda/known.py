@@ -45,6 +45,8 @@ class Known:
         asleep = plan.asleep and not reads(plan)
         if not (self._gaps or asleep):
             return
+        if plan.copies and not asleep:
+            self._settle()
         for source, target in plan.copies:  # first: a source may be handed out in the same plan
             self._from[target] = self._size + 1 if asleep else self._from[source]
         if asleep != self._asleep:

@@ -125,6 +125,19 @@ def test_a_copy_has_the_gaps_of_its_source():
     assert known.begins(ids, starts).tolist() == [1, 3, 1]
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_copy_of_what_was_written_in_the_sleep_that_it_ends_is_not_trusted(reads):
+    """Nor is one to a block that belonged to somebody in that sleep taken for that one's."""
+    known, ids = Known(8, SIZE), np.array([[5]], np.int32)
+    talks = row_of([0, 1], 1)
+    known.follow(planned([talks], [0], asleep=True))
+    known.follow(planned([row_of([0, 1], 4)], [1, 6], asleep=True))
+    rows = [row_of([0, 1], 6), row_of([5], 2, 2)]
+    known.follow(planned(rows, [], [(1, 5), (3, 6)], asleep=reads, reading=reads))
+    assert known.begins(ids, np.array([3], np.int32)).tolist() == [4]
+    assert known.begins(np.array([[6]], np.int32), np.array([3], np.int32)).tolist() == [1]
+
+
 def test_a_copy_that_is_made_in_a_sleep_is_not_trusted():
     known = Known(4, SIZE)
     known.follow(planned([], [], [(0, 3)], asleep=True))

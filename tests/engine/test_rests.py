@@ -64,3 +64,15 @@ def test_a_step_of_another_kind_is_asked_about_at_once(other):
 def test_an_answer_but_that_one_is_asked_for_each_time():
     guessing, loads = asked(FREE, *[plan(8)] * 5)
     assert [load.steps for load in loads] == [1] * 5 and not guessing.rests
+
+
+@pytest.mark.parametrize("piped", [True, False])
+def test_where_all_is_known_nobody_waits_if_steps_can_run_ahead(piped):
+    guessing = Guessing(Asked(3), None, 7, 100, piped=piped)
+    submit = Some(drafts="auto", max_drafts=7)
+    early = Some(last=True, seq=Some(early=True, remaining=50, submit=submit))
+    scheduler = Some(reads=0, waiting=[], active=1, running=[])
+    only = Some(drawing=1, masked=[], rows=[early])
+    assert guessing.ahead(only, scheduler) == (FREE if piped else 3)
+    late = Some(last=True, seq=Some(early=False, remaining=50, submit=submit))
+    assert guessing.ahead(Some(drawing=2, masked=[], rows=[early, late]), scheduler) == 3

@@ -130,6 +130,7 @@ def test_a_decision_to_sleep_holds_for_several_and_is_no_longer_than_it_would_be
         for holds in (False, True):
             ahead, step, slept, load = Ahead(0.002, True), 0, 0, Load(8)
             while step < 4 * SELDOM:
+                ahead.rested(load.steps - 1)
                 chosen = ahead.choose([0.3] * 8, 0.0, load, most)
                 if slept > WAKE and chosen != ASLEEP:
                     break

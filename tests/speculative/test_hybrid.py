@@ -78,13 +78,25 @@ class Heard:
 )
 def test_each_source_learns_from_its_own_part(verified, matched, suffix, right) -> None:
     hybrid = Hybrid(FREE)
-    hybrid.propose([turn(forced=[18, 19])])
+    (draft,) = hybrid.propose([turn(forced=[18, 19])])
     assert hybrid._suffix is not None and hybrid._forced is not None
     hybrid._suffix = heard = Heard()
     before = hybrid._forced.guess(turn(forced=[1]), 1)[1]
-    hybrid.observe(("r", 0), verified, matched)
+    hybrid.observe(("r", 0), draft.sources, verified, matched)
     assert heard.told == suffix
     assert (hybrid._forced.guess(turn(forced=[1]), 1)[1] > before) is right
+
+
+def test_what_was_drawn_before_a_draft_was_verified_is_nobodys_part() -> None:
+    """The first of two forced tokens was drawn by the step before."""
+    hybrid = Hybrid(FREE)
+    draft = hybrid.begin(turn(forced=[18, 19], predicted=[20, 21]), True)
+    assert draft.sources[:2] == ("forced", "forced") and len(draft.tokens) > 3
+    assert hybrid._suffix is not None and hybrid._forced is not None
+    hybrid._suffix, before = Heard(), hybrid._forced.guess(turn(forced=[1]), 1)[1]
+    hybrid.observe(("r", 0), draft.sources[1:], 2, 1)  # the second stood, what follows did not
+    assert hybrid._suffix.told == [(1, 0)]
+    assert hybrid._forced.guess(turn(forced=[1]), 1)[1] > before
 
 
 def test_forced_tokens_are_trusted_as_far_as_they_were_right() -> None:
@@ -100,8 +112,8 @@ def test_what_ended_is_forgotten() -> None:
     hybrid.propose([turn(), turn(key=("s", 1))])
     hybrid.forget(("r", 0))
     hybrid.forget(("r", 0))
-    assert list(hybrid._made) == [("s", 1)]
-    hybrid.observe(("r", 0), 3, 1)  # a late word about it does no harm
+    assert hybrid._suffix is not None and list(hybrid._suffix._choices) == [("s", 1)]
+    hybrid.observe(("r", 0), ["suffix"] * 3, 3, 1)  # a late word about it does no harm
 
 
 FRESH = list(range(40))  # nothing in it stood there before
@@ -127,8 +139,8 @@ def test_it_goes_on_behind_what_the_grammar_dictates_if_it_guessed_that_too() ->
 def test_the_device_is_believed_as_far_as_it_was_right_place_by_place() -> None:
     hybrid = Hybrid(FREE)
     for _ in range(300):
-        hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
-        hybrid.observe(("r", 0), 2, 1)  # the first is always right, the second never
+        (draft,) = hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
+        hybrid.observe(("r", 0), draft.sources, 2, 1)  # the first is always right, the second never
     first, second, third, *_ = hybrid._device.chances
     assert first > 0.9 and second < 0.1 and third == DEVICE[2]
     dear = hybrid.propose([turn(FRESH, guessed=[50, 51, 52])])
@@ -163,3 +175,13 @@ def test_steps_with_grammars_are_timed_apart_only_where_the_host_is_timed_too(pi
         made.ahead(Load(1, masked=masked), 0)
         (draft,) = made.propose([turn(forced=[18, 19])])
         assert bool(draft.tokens) == (piped and masked)
+
+
+def test_steps_that_were_slept_through_count_for_the_kind_that_chose_to_sleep() -> None:
+    hybrid = Hybrid(FREE, piped=True)
+    plain, masked = hybrid._ahead
+    before = plain._turn, masked._turn
+    hybrid.ahead(Load(8), 7)
+    hybrid.ahead(Load(8, masked=True, steps=15), 7)
+    hybrid.ahead(Load(8, steps=1), 7)
+    assert (plain._turn - before[0], masked._turn - before[1]) == (16, 1)
