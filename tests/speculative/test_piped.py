@@ -36,12 +36,12 @@ def clock(monkeypatch):
 
 @pytest.mark.usefixtures("clock")
 def test_it_waits_where_guesses_are_good_and_runs_ahead_where_not(folder, monkeypatch):  # noqa: F811
-    submits = [Submit(f"r{i}", [(7 * i + j) % 200 for j in range(9)], 70,
-                      Sampling(temperature=float(i % 2), seed=i)) for i in range(3)]  # fmt: skip
+    submits = [Submit(f"r{i}", [(7 * i + j) % 200 for j in range(9)], 45,
+                      Sampling(temperature=float(i % 2), seed=i)) for i in range(2)]  # fmt: skip
     wanted = Run(make(folder, None, False)).put(*submits).drain().tokens
     texts = {one.sampling.seed: [*one.prompt, *wanted[one.id, 0]] for one in submits}
     waited = {}
-    for name, known in (("right", texts), ("wrong", {i: [3] * 99 for i in range(3)})):
+    for name, known in (("right", texts), ("wrong", {i: [3] * 99 for i in range(2)})):
         engine = make(folder, KnowingChains(known, 0, DEVICE), True)
         engine.guessing.host = Hybrid(0.002, (), piped=True)
         chosen, ahead = [], Guessing.ahead
