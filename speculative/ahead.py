@@ -114,7 +114,7 @@ class Ahead:
             return FREE
         found, near = (self._of_one if load.rows == 1 else self._of_several)(
             chances, worth, load, most)
-        if self._due(load, most > 0 and found == FREE and self._since > DREAM):
+        if self._due(load.rows, most > 0 and found == FREE and self._since > DREAM):
             many = LONG if found != FREE else WIDER
             self._rest = (many if load.rows > 1 else TRIAL) - 1
             slept = most > 0 and self._since > DOZE
@@ -152,9 +152,8 @@ class Ahead:
             self._kept = what, self._turn + KEEP, *self._best(chances, worth, load, most)
         return self._kept[2], self._kept[3]
 
-    def _due(self, load: Load, slept: bool) -> bool:
+    def _due(self, rows: int, slept: bool) -> bool:
         """Time to try what is not done, with about so many sequences; a draft that slept wakes."""
-        rows = load.rows
         size = (rows > 1) + (rows >= MANY)  # a trial at one size tells of those that are near
         at, every = self._plans.get(size, (self._turn, SOON))
         if self._turn < at:
