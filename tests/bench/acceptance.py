@@ -102,7 +102,7 @@ def _with_server(
 ) -> None:
     port = h200_serving.free_port()
     command = [sys.executable, str(ROOT / "slipstream.py"), "serve", given.model, "--port",
-               str(port), *shlex.split(given.serve_args)]
+               str(port), "--speculative-config", "off", *shlex.split(given.serve_args)]
     log, base = given.out / "server.log", f"http://127.0.0.1:{port}"
     try:
         with h200_serving.served(command, log) as process:

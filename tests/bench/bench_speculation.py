@@ -205,7 +205,7 @@ def main() -> int:
     parser.add_argument("--clients", default="1,8,32,128",
                         type=lambda text: [int(one) for one in text.split(",")])
     parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--on", default='{"method":"hybrid"}', help="--speculative-config")
+    parser.add_argument("--on", default="auto", help="--speculative-config of the second")
     parser.add_argument("--serve-args", default="", help="of both servers")
     parser.add_argument("--salt", type=int, default=1, help="of the prompts")
     given = parser.parse_args()

@@ -6,7 +6,8 @@
 
 boot -> first answer -> a row for each number of clients -> SIGINT -> table, OUT/serving.json.
 A row that no longer fits into the time is left out and named.  OUT/server.log: what it said.
-`--command` measures another server: `{model}` and `{port}` are put in.
+`--command` measures another server: `{model}` and `{port}` are put in.  Ours drafts nothing, as the
+targets are meant, unless `--serve-args` has another `--speculative-config`.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     clock = Clock(given.budget_s)
     port = free_port()
     own = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'slipstream.py'))} serve " \
-          "{model} --port {port} "
+          "{model} --port {port} --speculative-config off "
     command = (given.command or own + given.serve_args).format(model=given.model, port=port)
     found: dict[str, Any] = {"command": command, "work": given.work, "boot": None, "rows": [],
                              "load": [], "failed": ""}

@@ -41,6 +41,7 @@ def test_a_run_boots_a_server_measures_it_and_leaves_no_process(tmp_path):
     assert [(row["requests"], row["output_tokens"]) for row in found["rows"]] == [(2, 8), (4, 16)]
     assert 0 < found["boot"]["ready_s"] <= found["boot"]["first_answer_s"] < found["took_s"]
     assert found["rows"][0]["server_rss_mb"] > 50
+    assert "--speculative-config off" in found["command"]
     assert "ready" in done.stdout and "tok/s" in done.stdout
     port = found["command"].split("--port ")[1].split()[0]
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False)
