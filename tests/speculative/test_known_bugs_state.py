@@ -210,7 +210,7 @@ def test_random_aborts_amid_drafts_leave_the_pool_full(folder, kind):
     assert engine.pool.used == 0 and not engine.intake.arrived
     assert engine.pool.free_count + engine.pool.cached == engine.pool.total
     host = engine.guessing.host
-    assert not host._made and not host._suffix._choices and not host._suffix._requests
+    assert not host._suffix._choices and not host._suffix._requests
 
 
 # ---- 19, 35: logprobs, tenants ------------------------------------------------------------------
