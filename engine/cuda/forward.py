@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from engine.cuda.buckets import bucket, sizes, useful
@@ -99,7 +100,7 @@ class Forward:
 
     def _layout(self, size: int) -> Layout:
         limits = self.limits
-        rows = min(size, limits.rows)
+        rows = min(size, limits.rows + size // (SHORT + 1))  # the latter: see `_parted`
         tiles = min(size, rows * -(-min(size, SHORT) // self._tile))
         short = min(limits.items, tiles * -(-limits.max_len // limits.split))
         chunks = max(1, most_chunk_items(rows, size, tile=self._chunk_tile))
@@ -147,6 +148,7 @@ class Forward:
             if not self._written.holds(number, key):
                 self._fill_even(at, splits)
         else:
+            rows, places = _parted(rows, places)
             fill = self._fill_few if len(rows) <= FEW else self._fill_lists
             chunks = fill(at, rows, count)
         self._written.note(number, key)
@@ -320,6 +322,28 @@ class Forward:
         wanted = int((splits * -(-counts[short] // tile)).sum())
         if wanted > room:
             raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
+
+
+def _parted(rows: list[Row], places: list[Place]) -> tuple[list[Row], list[Place]]:
+    """Rows as attention sees them: guesses behind much of a prompt are a row of their own.
+
+    So each token is computed by the kernel that had it, too, if nothing had been guessed.
+    """
+    if not any(row.draft and row.count > SHORT for row in rows):
+        return rows, places
+    parts: list[Row] = []
+    theirs: list[Place] = []
+    for row, place in zip(rows, places, strict=True):
+        more = len(row.draft)
+        if more and row.count > max(SHORT, 1 + more):
+            own = row.count - more
+            parts += (replace(row, count=own, draft=()),
+                      replace(row, start=row.start + own, count=more))
+            theirs += (place, place)
+        else:
+            parts.append(row)
+            theirs.append(place)
+    return parts, theirs
 
 
 def noted(picks: Picks, model: Model, head_dim: int, dtype: torch.dtype) -> None:

@@ -2,7 +2,7 @@
 
 Every candidate for a product gives the same bits (engine/kernels/matmul.py), so the choice is free
 to follow the clock, and may differ from run to run.  cuBLAS is a candidate where it is seen to give
-those bits too; beyond INVARIANT rows, where no promise is made, also where it does not.
+those bits too; beyond the rows that are promised, also where it does not.
 
 How kernels overlap (engine/kernels/overlap.py) is chosen with the products, by the size of a layer:
 a small one is all latency, so its kernels are released early and a few rows are normed within the
@@ -33,6 +33,7 @@ from engine.layers import Linear, Norm
 log = logging.getLogger("engine.cuda.picks")
 
 INVARIANT = 128  # rows up to which a row's bits must not depend on how many rows there are
+EVERY = 1 << 30  # the same of small layers, where that costs nothing: cuBLAS splits no sums there
 SMALL = 32 << 20  # bytes of a layer whose reading takes less time than its launches
 WORKING_SET = 160 << 20  # bytes of weights a measurement cycles through: well beyond the L2 cache
 ROUNDS = 4
@@ -78,18 +79,31 @@ def overlapping(layer_bytes: int) -> int:
     return (EAGER if layer_bytes <= SMALL else LATE) if OVERLAPS else OFF
 
 
+def promised(layer_bytes: int) -> int:
+    """Rows up to which each row's bits are the same whatever their number.
+
+    (On an H200 cuBLAS has a tile's bits at all sizes of SmolLM2's products.  Of an 8B it has not at
+    160 to 256 rows of the product behind the MLP, where the tiles take 1.4 to 1.8 times as long.)
+    """
+    return EVERY if layer_bytes <= SMALL else INVARIANT
+
+
 class Picks:
     """Runs products by the best known pick; measures where none is known."""
 
-    def __init__(self, device: torch.device, store: Path | None = None, overlap: int = OFF) -> None:
+    def __init__(
+        self, device: torch.device, store: Path | None = None, overlap: int = OFF,
+        promised: int = INVARIANT,
+    ) -> None:  # fmt: skip
         """`store` keeps what was measured from one start to the next; None = nowhere."""
         self.device = device
-        self.overlap = overlap
+        self.overlap, self.promised = overlap, promised
         #: How to project, rotate and store by a pick, on anything: for measuring it.
         self.turn: Callable[[Pick, Tensor, Tensor, Tensor, Norm | None], None] | None = None
         self._weights: dict[str, dict[Key, list[Tensor]]] = {}  # by group
         self._chosen: dict[tuple[Key, int], Pick] = {}
         self._took: dict[tuple[Key, int], float] = {}  # milliseconds a product, by its pick
+        self._apart: set[tuple[Key, int]] = set()  # where cuBLAS was picked and has other bits
         self._store = store if device.type == "cuda" else None
         self._changed = False
         if self._store is not None:
@@ -204,7 +218,7 @@ class Picks:
         for noted, weights in self._weights.get(group, {}).items():
             key = self._meant(noted, rows)
             if (key, rows) not in self._chosen:
-                self._chosen[key, rows], self._took[key, rows] = self._best(key, weights, rows)
+                self._choose(key, weights, rows)
                 self._changed = True
 
     def cost(self, group: str, rows: int) -> float:
@@ -215,8 +229,8 @@ class Picks:
             for key, weights in known
         )
 
-    def _best(self, key: Key, weights: list[Tensor], rows: int) -> tuple[Pick, float]:
-        """The pick and its milliseconds a product."""
+    def _choose(self, key: Key, weights: list[Tensor], rows: int) -> None:
+        """Note the pick, and its milliseconds a product."""
         few = weights[: max(2, WORKING_SET // weights[0].nbytes + 1)]
         x, out, both = self._operands(key, weights[0], rows)
         source, gain = torch.randn_like(x), torch.ones_like(x[0])
@@ -233,10 +247,13 @@ class Picks:
         times: dict[Pick, float] = {tile: _timed(runs(tile)) for tile in _tiles(key, rows)}
         best = min(times, key=lambda pick: times[pick])
         if _library_knows(key, x):
-            library = _timed(runs(CUBLAS))
-            if library < times[best] and (rows > INVARIANT or self._same(key, x, few[0], best)):
-                return CUBLAS, library / len(few)
-        return best, times[best] / len(few)
+            times[CUBLAS] = _timed(runs(CUBLAS))
+            if times[CUBLAS] < times[best]:
+                same = self._same(key, x, few[0], best)
+                if not same and rows > self.promised:
+                    self._apart.add((key, rows))
+                best = CUBLAS if same or rows > self.promised else best
+        self._chosen[key, rows], self._took[key, rows] = best, times[best] / len(few)
 
     def _same(self, key: Key, x: Tensor, weight: Tensor, tile: Pick) -> bool:
         """Whether cuBLAS gives the tile's bits."""
@@ -256,7 +273,8 @@ class Picks:
         if self._store is None or not self._changed:
             return
         rows = [
-            [*key, count, None if pick is None else list(astuple(pick)), self._took[key, count]]
+            [*key, count, None if pick is None else list(astuple(pick)), self._took[key, count],
+             (key, count) in self._apart]
             for (key, count), pick in self._chosen.items()
         ]
         try:
@@ -274,14 +292,19 @@ class Picks:
             found = json.loads(store.read_text())
             if found["device"] != stamp(self.device):
                 return
-            for columns, depth, epilogue, kind, count, shape, took in found["picks"]:
+            for columns, depth, epilogue, kind, count, shape, took, apart in found["picks"]:
                 key = (columns, depth, epilogue, kind)
                 pick = CUBLAS if shape is None else Tile(*shape)
+                if apart and count <= self.promised:  # another model promises less
+                    continue
                 if pick is CUBLAS or pick in _tiles(key, count):
                     self._chosen[key, count], self._took[key, count] = pick, float(took)
+                    if apart:
+                        self._apart.add((key, count))
         except (OSError, ValueError, KeyError, TypeError):
             self._chosen.clear()
             self._took.clear()
+            self._apart.clear()
 
 
 def store_path() -> Path | None:

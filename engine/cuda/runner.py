@@ -27,7 +27,7 @@ from engine.cuda.forward import Forward, Limits, layer_bytes, noted
 from engine.cuda.graphs import Graphs
 from engine.cuda.laps import Laps
 from engine.cuda.ops import KernelOps
-from engine.cuda.picks import Picks, overlapping, store_path
+from engine.cuda.picks import EVERY, Picks, overlapping, promised, store_path
 from engine.cuda.plain import plain
 from engine.cuda.settle import Settling
 from engine.cuda.slots import Slots
@@ -63,7 +63,6 @@ class CudaRunner:
     On a CPU (tests, with Triton's interpreter) it does the same without graphs.
     """
 
-    short = SHORT
     keeps_history = True
 
     def __init__(
@@ -106,9 +105,10 @@ class CudaRunner:
         items = max(row, min(SCRATCH // each, most.rows * tiles * splits))
         copies = self.depth + 2
         limits = Limits(most.tokens, most.rows, most.max_len, pages.size, split, items, copies)
-        picks = Picks(device, store_path(), overlapping(layer_bytes(self.model)))
+        layer = layer_bytes(self.model)
+        self.picks = picks = Picks(device, store_path(), overlapping(layer), promised(layer))
+        self.short = EVERY if picks.promised == EVERY else SHORT
         noted(picks, self.model, shape.head_dim, dtype)
-        self.picks = picks
         width = -(-(most.max_len + self.lookahead) // pages.size)
         self.slots = Slots(most.rows, width, shape.vocab, device, self._graphs)
         ops = KernelOps(

@@ -5,9 +5,9 @@
 What a request may ask for and go through is in test_card_requests.py.
 
 Equal means equal bits: tokens, and the float32 log-probability of each, which moves when any logit
-of its row does.  That is promised for steps of up to 128 rows (design: row-invariant decode) on one
-KV; where prompts are computed in other pieces, the first differences must be near-ties.  Each
-property prints one line with what it counted.
+of its row does.  That is promised for steps of up to 128 rows (design: row-invariant decode), and
+where layers are small for steps of any size, on one KV; where prompts are computed in other pieces,
+the first differences must be near-ties.  Each property prints one line with what it counted.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ from tests.card_rig import (
     boot,
     counted,
     differing,
-    gap,
     greedy,
     record,
-    tokens,
     tokens_of,
 )
 from tests.driver import Run
@@ -111,9 +109,8 @@ def test_a_request_is_the_same_while_prompts_are_computed_beside_it(rig):
     record("beside prompts, steps <= 128", f"{rig.name}: {tokens_of(found)} tokens: 0 differ")
 
 
-def test_beside_prompts_in_larger_steps_the_differences_are_counted(smol):
-    asks = [replace(ask, sampling=replace(DRAWS[0], logprobs=2)) for ask in smol.asks(100)]
-    asks = [replace(ask, id=f"g{ask.id}") for ask in asks]
+def test_beside_prompts_in_larger_steps_too_where_layers_are_small(smol):
+    asks = smol.asks(100)
     wanted = smol.alone(*asks)
     others = [Submit(f"q{i}", smol.prompt(900, 700 + i), 2, DRAWS[0]) for i in range(6)]
     with smol.using(mixed_tokens=500) as engine:
@@ -123,11 +120,8 @@ def test_beside_prompts_in_larger_steps_the_differences_are_counted(smol):
         run.put(*others).drain()
     assert seen.rows > 2 * ROWS
     found = {key: smol.bits(run, key) for key in wanted}
-    gaps = [gap(run, key, at) for key, at in differing(tokens(found), tokens(wanted))]
-    assert all(value < NEAR for value in gaps), gaps
-    record("beside prompts, steps > 128",
-           f"{len(wanted)} texts: {len(differing(found, wanted))} with other bits, {len(gaps)} "
-           f"with another token, all near-ties {gaps}")
+    assert not differing(found, wanted)
+    record("beside prompts, steps > 128", f"smol: {tokens_of(found)} tokens: 0 differ")
 
 
 def proposer(kind: str, wanted: Bits, rig: Rig):

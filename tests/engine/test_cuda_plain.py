@@ -63,13 +63,21 @@ def stage(runner, rows: list[Row]) -> Staged:
     return Staged(rows, places, *sent)
 
 
+def attended(row: Row) -> list[tuple[int, int]]:
+    """Start and count of what attention takes for a row: guesses behind a prompt apart."""
+    more = len(row.draft)
+    if row.count <= SHORT or row.count == 1 + more or not more:
+        return [(row.start, row.count)]
+    return [(row.start, row.count - more), (row.start + row.count - more, more)]
+
+
 def check_forward(runner, step: Staged) -> None:
     """Each token is where its row says, and what follows is nobody's."""
-    at, flat = step.forward, 0
-    for i, (row, place) in enumerate(zip(step.rows, step.places, strict=True)):
+    at, flat, lines = step.forward, 0, []
+    for row, place in zip(step.rows, step.places, strict=True):
         seq = row.seq
-        assert (at["slot"][i], at["first"][i]) == (place.slot, flat)
-        assert (at["start"][i], at["count"][i]) == (row.start, row.count)
+        for start, count in attended(row):
+            lines.append((place.slot, flat + start - row.start, start, count))
         ids = [*seq.tokens[row.start : row.position], *row.draft]
         for j in range(row.count):
             position = row.start + j
@@ -82,8 +90,10 @@ def check_forward(runner, step: Staged) -> None:
     trash = (runner.pages.blocks - 1) * SIZE
     for name, rest in (("tokens", 0), ("origin", -1), ("positions", 0), ("kv", trash)):
         assert set(at[name][flat:]) <= {rest}
-    for name in ("slot", "first", "start", "count"):
-        assert not any(at[name][len(step.rows) :])
+    names = "slot", "first", "start", "count"
+    assert [*zip(*(at[name][: len(lines)] for name in names), strict=True)] == lines
+    for name in names:
+        assert not any(at[name][len(lines) :])
 
 
 def check_items(runner, step: Staged) -> None:
@@ -91,11 +101,13 @@ def check_items(runner, step: Staged) -> None:
     at, split = step.forward, runner.forward.limits.split
     (total,) = at["short_total"]
     items = [(item // TILES, part) for item, part in zip(*at["short_items"], strict=True)][:total]
-    ends = {i: row.start + row.count - 1 for i, row in enumerate(step.rows) if row.count == 1}
+    lines = [line for row in step.rows for line in attended(row)]
+    ends = {i: start for i, (start, count) in enumerate(lines) if count == 1}
     assert [one for one in items if one[0] in ends] == [
         (i, part) for i, end in ends.items() for part in range(end // split + 1)
     ]
-    assert (at["chunk_total"][0] > 0) == any(row.count > SHORT for row in step.rows)
+    assert {i for i, _ in items} == {i for i, (_, count) in enumerate(lines) if count <= SHORT}
+    assert (at["chunk_total"][0] > 0) == any(count > SHORT for _, count in lines)
 
 
 def check_settle(step: Staged) -> None:
@@ -128,7 +140,7 @@ def sequence(name: str, chance: random.Random, first_block: int) -> Sequence:
 
 def rows_of(chance: random.Random, seqs: list[Sequence], starts: dict[str, int]) -> list[Row]:
     """Mostly rows that decode, as the scheduler orders them; now and then drafts and chunks."""
-    kind = chance.choice(["plain"] * 6 + ["known", "drafts", "chunk"])
+    kind = chance.choice(["plain"] * 6 + ["known", "drafts", "chunk", "opening"])
     rows = []
     for seq in seqs:
         start = starts[seq.submit.id]
@@ -138,6 +150,11 @@ def rows_of(chance: random.Random, seqs: list[Sequence], starts: dict[str, int])
     if kind == "chunk":
         count = chance.choice([1, 5, SHORT + 4])
         rows[-1] = Row(rows[-1].seq, rows[-1].start, count, chance.random() < 0.5)
+    for i in range(len(rows) // 2 if kind == "opening" else 0):
+        draft = tuple(range(chance.choice([1, 3, 9])))
+        own = chance.choice([2, SHORT - 4, SHORT - len(draft), SHORT, SHORT + 4])
+        rows[-1 - i] = Row(rows[-1 - i].seq, rows[-1 - i].start, own + len(draft), True, False,
+                           draft)
     return rows
 
 
@@ -145,7 +162,7 @@ def test_whatever_a_buffer_held_the_device_is_told_each_row(runner):
     chance = random.Random(3)
     seqs = [sequence(f"s{i}", chance, 8 * i) for i in range(9)]
     starts = {seq.submit.id: chance.choice([20, 60, 250]) for seq in seqs}
-    running, kept, chunks = seqs[:4], 0, 0
+    running, kept, chunks, parted = seqs[:4], 0, 0, 0
     for _ in range(400):
         if chance.random() < 0.1:
             running = chance.sample(seqs, chance.randrange(1, 9))
@@ -154,12 +171,15 @@ def test_whatever_a_buffer_held_the_device_is_told_each_row(runner):
             kept += 1
         elif not any(row.last for row in rows):
             continue
+        if sum(row.count for row in rows) > runner.most.tokens:
+            continue
         chunks += any(row.count > SHORT for row in rows)
+        parted += any(len(attended(row)) > 1 for row in rows)
         step = stage(runner, rows)
         check_forward(runner, step)
         check_items(runner, step)
         check_settle(step)
-    assert kept > 200 and chunks > 5
+    assert kept > 200 and chunks > 5 and parted > 5
 
 
 @torch.inference_mode()

@@ -13,7 +13,17 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from engine.cuda import picks as module
-from engine.cuda.picks import CANDIDATES, CUBLAS, NORMS, Picks, height, store_path
+from engine.cuda.picks import (
+    CANDIDATES,
+    CUBLAS,
+    EVERY,
+    INVARIANT,
+    NORMS,
+    Picks,
+    height,
+    promised,
+    store_path,
+)
 from engine.kernels.matmul import NORMED
 from engine.kernels.overlap import EAGER, LATE, OFF
 from engine.layers import Linear
@@ -39,23 +49,49 @@ def test_what_was_measured_is_there_at_the_next_start(card, tmp_path):
     tile = CANDIDATES[8][0]
     first._chosen[KEY, 4], first._took[KEY, 4] = tile, 0.0025
     first._chosen[KEY, 512], first._took[KEY, 512] = CUBLAS, 0.01
+    first._chosen[KEY, 640], first._took[KEY, 640] = CUBLAS, 0.02
+    first._apart.add((KEY, 640))
     first._changed = True
     first.save()
     second = Picks(card, tmp_path / "deep" / "picks.json")
     assert second._chosen == first._chosen and second._took == first._took
+    assert second._apart == first._apart
+    third = Picks(card, tmp_path / "deep" / "picks.json", promised=EVERY)
+    assert [rows for _, rows in third._chosen] == [4, 512], "a model that promises more"
+
+
+@pytest.mark.parametrize("rows", [INVARIANT, INVARIANT + 1, 2048])
+@pytest.mark.parametrize("limit", [INVARIANT, EVERY])
+@pytest.mark.parametrize("same", [True, False])
+def test_cublas_has_the_bits_of_a_tile_as_far_as_is_promised(monkeypatch, rows, limit, same):
+    times = iter([0.5] * len(CANDIDATES[128]) + [0.1])  # cuBLAS is the quickest, and the last
+    monkeypatch.setattr(module, "_timed", lambda run: next(times))
+    monkeypatch.setattr(Picks, "_same", lambda *given: same)
+    picks = Picks(torch.device("cpu"), promised=limit)
+    key = 960, 576, "add", "float32"
+    picks._choose(key, [torch.zeros(960, 576)], rows)
+    taken = same or rows > limit
+    assert (picks._chosen[key, rows] is CUBLAS) == taken
+    assert picks._took[key, rows] == pytest.approx((0.1 if taken else 0.5) / 1)
+    assert ((key, rows) in picks._apart) == (taken and not same)
+
+
+def test_small_layers_promise_bits_at_every_size():
+    assert promised(7 << 20) == EVERY and promised(436 << 20) == INVARIANT
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        [*KEY, 4, [16, 48, 64, 4, 5, 0, 0], 0.1],  # no candidate
-        [*KEY, 4, list(astuple(CANDIDATES[32][0])), 0.1],  # of another height
-        [*KEY, 4, [16, 128, 128, 4, 3, 0, 0], 0.1],  # wider than the head
-        [960, 256, "add", "bfloat16", 4, [8, 8, 64, 4, 2, 512, 64], 0.1],  # deeper than the product
+        [*KEY, 4, [16, 48, 64, 4, 5, 0, 0], 0.1, False],  # no candidate
+        [*KEY, 4, list(astuple(CANDIDATES[32][0])), 0.1, False],  # of another height
+        [*KEY, 4, [16, 128, 128, 4, 3, 0, 0], 0.1, False],  # wider than the head
+        # deeper than the product
+        [960, 256, "add", "bfloat16", 4, [8, 8, 64, 4, 2, 512, 64], 0.1, False],
     ],
 )
 def test_a_tile_that_is_none_of_ours_is_not_taken(card, tmp_path, entry):
-    good = [*KEY, 8, list(astuple(CANDIDATES[8][0])), 0.2]
+    good = [*KEY, 8, list(astuple(CANDIDATES[8][0])), 0.2, False]
     picks = Picks(card, kept(tmp_path / "picks.json", entry, good))
     assert list(picks._chosen) == [(KEY, 8)]
 
@@ -71,7 +107,7 @@ def test_a_damaged_store_is_measured_anew(card, tmp_path, text):
 
 
 def test_another_card_or_other_candidates_are_measured_anew(card, tmp_path):
-    entry = [*KEY, 8, list(astuple(CANDIDATES[8][0])), 0.2]
+    entry = [*KEY, 8, list(astuple(CANDIDATES[8][0])), 0.2, False]
     assert not Picks(card, kept(tmp_path / "picks.json", entry, stamp="another"))._chosen
 
 

@@ -96,7 +96,7 @@ def test_right_and_wrong_guesses_forks_and_preemption_change_nothing(
             run = Run(engine).put(*asks()).drain(disturb=disturb)
             assert run.tokens == truth and not run.failed and engine.pool.used == 0
             early += sum(row.pending and len(row.draft) > 0 for _, plan in rows for row in plan)
-    assert early or answers == [HOST], "then all wait for those that are guessed for"
+    assert early or answers != [FREE], "what waits for those that are guessed for has none"
 
 
 def test_a_first_token_that_was_cut_otherwise_makes_the_rest_a_miss(folder, truth):  # noqa: F811
@@ -145,10 +145,27 @@ def test_the_runner_of_a_gpu_reads_the_first_token_where_it_lies(
     engine = make_device(folder, KnowingChains({n: [3] * 400 for n in range(9)}, 0, DEVICE), True,
                          max_drafts=16, max_batch_tokens=96)
     engine.guessing.host = Hybrid(0.002, piped=True)
-    engine.guessing._short = engine.scheduler.short_row = 8
+    engine.guessing._short = engine.scheduler.short_row = 8  # as of a model with large layers
     always(engine, *answers)
     rows, run = planned(engine), Run(engine)
     for number in (0, 2):
         run.put(ask(number)).drain()
     assert run.tokens == {(f"r{n}", 0): truth[f"r{n}", 0] for n in (0, 2)}
     assert any(row.pending and len(row.draft) > 5 for _, plan in rows for row in plan)
+
+
+@pytest.mark.parametrize("answers", [[HOST], [FREE], [0, HOST, 2, FREE, ASLEEP]], ids=str)
+def test_where_every_size_has_the_same_bits_the_prompts_own_step_verifies_it(
+    folder, truth, answers):  # noqa: F811
+    engine = make_device(folder, KnowingChains({n: [3] * 400 for n in range(9)}, 0, DEVICE), True,
+                         max_drafts=16, max_batch_tokens=96, mixed_tokens=96)
+    engine.guessing.host = Hybrid(0.002, piped=True)
+    always(engine, *answers)
+    rows, run = planned(engine), Run(engine)
+    for number in (0, 2, 3):  # of 9, 61 and 100 tokens; the last is two chunks
+        run.put(ask(number)).drain()
+    assert run.tokens == {(f"r{n}", 0): truth[f"r{n}", 0] for n in (0, 2, 3)}
+    ends = [row for _, plan in rows for row in plan if row.last and row.count > 1 + row.drafts]
+    assert [(row.count - row.drafts, row.drafts) for row in ends] == [(9, 16), (61, 16), (4, 16)]
+    assert not any(row.pending and row.draft for _, plan in rows for row in plan)
+    assert engine.guessing.matched["forced"] >= 3 * 16
