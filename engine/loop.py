@@ -39,7 +39,7 @@ from engine.messages import (
 )
 from engine.pace import Pace
 from engine.proposer import ASLEEP, FREE, HOST, AnyDraft, HostDrafts, head_maker, proposer
-from engine.runner import StepRunner, StepTooLarge
+from engine.runner import Masked, StepRunner, StepTooLarge
 from engine.scheduler import Scheduler
 from engine.timeline import Timeline
 
@@ -264,8 +264,9 @@ class Engine:
                 wanted.append((at, seq.grammar, row.draft))
             at += count
         if wanted:
-            masks = self._masks.fill(wanted, at, lean)
-            self.runner.supply(flight, masks, self._masks.filled)
+            masks, apart = self._masks, self.runner.takes_only
+            rows = masks.fill(wanted, at, lean, apart)
+            self.runner.supply(flight, Masked(rows, masks.filled, masks.only))
 
     def _is_lean(self, row: Row) -> bool:
         """Whether rows behind the first that is not forced go without a mask, if they are not.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,14 @@ class Flight:
     alone: bool = False  # launched when all before it was known
 
 
+class Masked(NamedTuple):
+    """The grammar masks of a step, by the tokens of `drawn` in order; the next step's take over."""
+
+    masks: Tensor  # int32 [R, ceil(vocab / 32)] on the CPU
+    filled: list[int]  # the rows of it that forbid anything
+    only: Mapping[int, int]  # of other rows the one token that may come; empty unless `takes_only`
+
+
 class StepRunner(Protocol):
     """What the loop asks of a device.  One thread calls; the device runs what it gets in order.
 
@@ -75,6 +83,10 @@ class StepRunner(Protocol):
         """Penalties count tokens on the device; else their rows settle after the last commit."""
 
     @property
+    def takes_only(self) -> bool:
+        """A row that only one token may follow needs no mask but that token."""
+
+    @property
     def sizes(self) -> Collection[int]:
         """Flat tokens that steps are padded to, ascending; empty where they are not padded."""
 
@@ -96,12 +108,8 @@ class StepRunner(Protocol):
         clears are done (they allocate nothing, and cannot be repeated).
         """
 
-    def supply(self, flight: Flight, masks: Tensor, masked: list[int]) -> None:
-        """Hand over grammar masks; called only when some row of the plan has one.
-
-        `masks` is int32 [R, ceil(vocab / 32)] on the CPU, a row for each token of `drawn` in order;
-        only the rows in `masked` forbid anything.  They are overwritten by the next step's.
-        """
+    def supply(self, flight: Flight, masked: Masked) -> None:
+        """Hand over grammar masks; called only when some row of the plan has one."""
 
     def settle(self, flight: Flight) -> None:
         """Draw every wanted row's token; keep it for the next launch; draft.
@@ -153,6 +161,7 @@ class Runner:
 
     short = SHORT
     keeps_history = False
+    takes_only = False
     sizes: Collection[int] = ()
 
     def __init__(
@@ -208,10 +217,10 @@ class Runner:
         self._flights.append(flight)
         return flight
 
-    def supply(self, flight: Flight, masks: Tensor, masked: list[int]) -> None:
+    def supply(self, flight: Flight, masked: Masked) -> None:
         """Keep the masks for settle, which reads them at once."""
         assert isinstance(flight, CpuFlight)
-        flight.masks = masks
+        flight.masks = masked.masks
 
     def settle(self, flight: Flight) -> None:
         """Draw every wanted row's token; let the device draft consume and guess."""

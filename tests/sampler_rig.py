@@ -141,9 +141,20 @@ def lay(
     rows.count.fill_(count)
     rows.groups.fill_(len(groups))
     if masks is not None:
+        masks = masks.clone()
+        for row, token in only_tokens(masks).items():
+            if row % 2:  # a step says it in one of two ways
+                rows.mask[row], masks[row] = ~token, 0
         masks = torch.cat([masks, torch.full((1, masks.shape[1]), -1, dtype=torch.int32)])
         masks = masks.to(DEVICE)
     return rows, masks
+
+
+def only_tokens(masks: torch.Tensor) -> dict[int, int]:
+    """The rows in which one token is legal, and that token."""
+    bits = (masks[:, :, None] >> torch.arange(32)) & 1
+    found = [row.nonzero().flatten().tolist() for row in bits.reshape(len(masks), -1)]
+    return {row: ids[0] for row, ids in enumerate(found) if len(ids) == 1}
 
 
 def mask_of(allowed: list[set[int] | None], vocab: int) -> torch.Tensor:

@@ -18,7 +18,6 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from engine.cuda.chaining import Chaining
 from engine.cuda.events import enter, stream
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from engine.models import Model
     from engine.plan import Plan
     from engine.proposer import AnyDraft, DeviceDraft
-    from engine.runner import Flight
+    from engine.runner import Flight, Masked
     from engine.sequence import Sequence
     from engine.timeline import Timeline
 
@@ -63,7 +62,7 @@ class CudaRunner:
     On a CPU (tests, with Triton's interpreter) it does the same without graphs.
     """
 
-    keeps_history = True
+    keeps_history = takes_only = True
 
     def __init__(
         self, model: Model, shape: ModelConfig, pages: Pages, most: Most,
@@ -189,12 +188,12 @@ class CudaRunner:
         return flight
 
     @torch.inference_mode()
-    def supply(self, flight: Flight, masks: Tensor, masked: list[int]) -> None:
+    def supply(self, flight: Flight, masked: Masked) -> None:
         """See StepRunner."""
         assert isinstance(flight, CudaFlight)
         if flight.draw is not None:
             enter(self._stream)
-            self.settling.supply(flight.draw, masks, masked)
+            self.settling.supply(flight.draw, masked)
 
     @torch.inference_mode()
     def settle(self, flight: Flight) -> None:

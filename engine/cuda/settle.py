@@ -32,7 +32,7 @@ from engine.kernels.sampler_tables import (
     SlotTables,
 )
 from engine.messages import TokenLogprobs
-from engine.runner import StepTooLarge
+from engine.runner import Masked, StepTooLarge
 
 if TYPE_CHECKING:
     from engine.cuda.slots import Place
@@ -233,22 +233,25 @@ class Settling:
                     wanted += [row.seq.sampling.logprobs] * (len(row.draft) + 1)
         return Draw(size, count, number, needs_of(flags), wanted)
 
-    def supply(self, draw: Draw, masks: Tensor, masked: list[int]) -> None:
-        """Send the mask rows that forbid something; row 0 of the device's stays open."""
-        if not masked:
+    def supply(self, draw: Draw, masked: Masked) -> None:
+        """Send what forbids something; row 0 of the device's masks stays open."""
+        if not (masked.only or masked.filled):
             return
-        count, first = len(masked), masked[0]
-        staged = self._staged_masks[draw.staged][:count]
         own = self._buckets[draw.size].hosts[draw.staged]["mask"]
-        if masked[-1] - first == count - 1:  # they rise: then they lie side by side
-            staged.copy_(masks[first : first + count])
-            own[first : first + count] = self._numbers[1 : count + 1]
-        else:
-            torch.index_select(masks, 0, torch.tensor(masked), out=staged)
-            own[masked] = self._numbers[1 : count + 1]
-        self._masks[1 : count + 1].copy_(staged, non_blocking=True)
         self._written.forget(draw.staged)
         draw.masked = True
+        if masked.only:
+            own[[*masked.only]] = [~token for token in masked.only.values()]
+        if rows := masked.filled:
+            count, first = len(rows), rows[0]
+            staged = self._staged_masks[draw.staged][:count]
+            if rows[-1] - first == count - 1:  # they rise: then they lie side by side
+                staged.copy_(masked.masks[first : first + count])
+                own[first : first + count] = self._numbers[1 : count + 1]
+            else:
+                torch.index_select(masked.masks, 0, torch.tensor(rows), out=staged)
+                own[rows] = self._numbers[1 : count + 1]
+            self._masks[1 : count + 1].copy_(staged, non_blocking=True)
 
     def stage(self, draw: Draw) -> None:
         """Send its integers."""

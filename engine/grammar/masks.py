@@ -43,11 +43,14 @@ class Masks:
         self._tensor = torch.from_numpy(self._rows)
         self._alone = llguidance.LLExecutor(num_threads=1)
         self._shared = llguidance.LLExecutor(num_threads=threads) if threads > 1 else self._alone
+        self._written: list[int] = []  # rows that are not open
         self.legal: list[int] = []
         self.filled: list[int] = []  # rows of the newest step that forbid something
+        self.only: dict[int, int] = {}  # the token of those that are not written, see fill
 
     def fill(
         self, requests: Sequence[Request], rows: int | None = None, lean: Collection[int] = (),
+        apart: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """The masks of one step: a view, int32 [rows, ceil(vocab / 32)], good until the next call.
 
@@ -58,37 +61,38 @@ class Masks:
         Of the requests whose places are in `lean` only the first row is computed in which no token
         is forced: later ones allow everything, but where one is.  (That row gives a lexer its fuel,
         so there has to be one a step.)  So do rows behind what is legal, which nobody looks at.
+
+        With `apart` rows of one token are not written and not in `filled`, but in `only`: most rows
+        of a step with drafts are such, and a mask has kilobytes.
         """
-        if self.filled:
-            self._rows[self.filled] = self._open
-            self.filled.clear()
+        if self._written:
+            self._rows[self._written] = self._open
+            self._written.clear()
         self.legal.clear()
+        self.filled.clear()
+        self.only.clear()
         fresh: list[Request] = []
         judges: list[State] = []  # who judged each request's last rows
-        lone: list[tuple[int, int]] = []  # a row, and the only token that is legal there
         for place, (row, state, drafts) in enumerate(requests):
             end = row + len(drafts) + 1
             assert end <= len(self._rows), f"row {end} of {len(self._rows)}"
-            request = self._scouted(row, state, drafts, place in lean, lone)
+            request = self._scouted(row, state, drafts, place in lean)
             judges.append(state if request is None else request[1])
             if request is not None and not self._recall(*request):
                 fresh.append(request)
         self._compute(fresh)
-        if lone:  # also in place of what was computed
-            at, tokens = np.array(lone).T
-            self._rows[at] = 0
-            self._bits[at, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
+        if self.only and not apart:
+            self._write_only()
         self._close_broken(requests, judges)
         for row, state, drafts in fresh:
             self._remember(row, state, drafts)
         return self._tensor if rows is None else self._tensor[:rows]
 
     def _scouted(
-        self, row: int, state: State, drafts: Sequence[int], lean: bool,
-        lone: list[tuple[int, int]],
-    ) -> Request | None:  # fmt: skip
+        self, row: int, state: State, drafts: Sequence[int], lean: bool
+    ) -> Request | None:
         """What of a request must be computed: all from the first row on in which no token is
-        forced, or of a lean one that row; None = nothing.  Forced rows go to `lone`.
+        forced, or of a lean one that row; None = nothing.  Forced rows go to `only`.
 
         Where a text is forced a mask is one token, so it needs no computing; another cut of that
         text is no way to go on, so the draft is cut there.
@@ -96,22 +100,39 @@ class Masks:
         only = state.scout(drafts[: state.valid_prefix(drafts)] if drafts else ())
         legal = len(only) - 1
         self.legal.append(legal)
-        lone += [(place, token) for place, token in enumerate(only, row) if token is not None]
-        gaps = [place for place, token in enumerate(only) if token is None]
+        gaps: list[int] = []
+        for place, token in enumerate(only, row):
+            if token is None:
+                gaps.append(place)
+            else:
+                self.only[place] = token
+        end = row + len(drafts) + 1
         if lean:
-            later = gaps[1:]
-            self.filled += [row + place for place in range(legal + 1) if place not in later]
-        else:
-            self.filled += range(row, row + len(drafts) + 1)
-            if legal < len(drafts):
-                self._rows[row + legal + 1 : row + len(drafts) + 1] = 0
+            del gaps[1:]
+        elif row + legal + 1 < end:
+            self._rows[row + legal + 1 : end] = 0
+            self._written += range(row + legal + 1, end)
+        self.filled += gaps
+        if not lean:
+            self.filled += range(row + legal + 1, end)
         if not gaps:
             return None
+        begin = gaps[0]
+        self._written += gaps if lean else range(begin, row + legal + 1)
         start = state
-        if gaps[0]:
+        if begin > row:
             start = state.clone()
-            start.accept_all(drafts[: gaps[0]])
-        return row + gaps[0], start, () if lean else drafts[gaps[0] : legal]
+            start.accept_all(drafts[: begin - row])
+        return begin, start, () if lean else drafts[begin - row : legal]
+
+    def _write_only(self) -> None:
+        """Write the rows of one token, also in place of what was computed."""
+        at, tokens = np.array([*self.only.items()]).T
+        self._rows[at] = 0
+        self._bits[at, tokens >> 5] = np.uint32(1) << (tokens & 31).astype(np.uint32)
+        self._written += self.only
+        self.filled = sorted((*self.filled, *self.only))
+        self.only.clear()
 
     def _compute(self, fresh: Sequence[Request]) -> None:
         """Compute all rows of these requests, whose drafts are legal, in one native call.
@@ -151,10 +172,14 @@ class Masks:
         """Zero the rows of matchers that hit a limit: llguidance allows a stop id in them."""
         for i, state in enumerate(judges):
             if state.broken:
-                row, _, drafts = requests[i]
-                self._rows[row : row + len(drafts) + 1] = 0
+                first, _, drafts = requests[i]
+                rows = range(first, first + len(drafts) + 1)
+                self._rows[first : rows.stop] = 0
                 self.legal[i] = 0
-                self.filled = sorted({*self.filled, *range(row, row + len(drafts) + 1)})
+                self.filled = sorted({*self.filled, *rows})
+                self._written += rows
+                for row in rows:
+                    self.only.pop(row, None)
 
     def _recall(self, row: int, state: State, drafts: Sequence[int]) -> bool:
         """Copy the rows of free text that were computed before; False when one is missing."""

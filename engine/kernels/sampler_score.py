@@ -45,10 +45,15 @@ def number(record, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _masked(x, ids, quads, vocab, allowed):
-    """The logits whose bit is set; a quad of ids never crosses a word."""
+def _masked(x, ids, quads, vocab, masks, stride, place):
+    """The logits whose bit is set; a quad of ids never crosses a word.
+
+    Where `place` is no row of the masks the one id that it stands for is left.
+    """
+    allowed = masks + tl.maximum(place, 0).to(tl.int64) * stride
     word = tl.load(allowed + (quads >> 3), mask=quads * 4 < vocab, other=0)
-    return tl.where(((word[:, None] >> (ids & 31)) & 1) != 0, x, -float("inf"))
+    legal = ((word[:, None] >> (ids & 31)) & 1) != 0
+    return tl.where(tl.where(place < 0, ids == -1 - place, legal), x, -float("inf"))
 
 
 @triton.jit
@@ -147,8 +152,7 @@ def _score(
         wrong = (x != x) | (x == float("inf"))
         x = tl.where(wrong, -float("inf"), x)
         if MASKED:
-            allowed = masks + tl.load(row_mask + row).to(tl.int64) * mask_stride
-            x = _masked(x, ids, quads, vocab, allowed)
+            x = _masked(x, ids, quads, vocab, masks, mask_stride, tl.load(row_mask + row))
         if SHAPED:
             first, drafts = tl.load(row_first + row), tl.load(row_offset + row)
             x = _shaped(

@@ -79,7 +79,7 @@ class Rows:
     slot: Tensor  # [R] the row's slot
     position: Tensor  # [R] absolute position of the token to draw
     hold: Tensor  # [R] 1 where stop ids are masked (min_tokens), else 0
-    mask: Tensor  # [R] row of the masks
+    mask: Tensor  # [R] row of the masks; or ~token, the only one that may come
     first: Tensor  # [R] index in `tokens` of its group's first token, the newest committed one
     offset: Tensor  # [R] which row of its group: so many drafts follow that token before this row
     tokens: Tensor  # [N] the step's flat input tokens

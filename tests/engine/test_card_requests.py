@@ -258,8 +258,11 @@ def broken(rig: Rig, monkeypatch, what: str) -> None:
             column[1:] = 0 if what == "offset" else column[:-1].copy()
         return draw
 
-    def supplied(draw, masks, *given):
-        supply(draw, masks.roll(1, 0) if what == "masks" else masks, *given)
+    def supplied(draw, masked):
+        if what == "masks":
+            only = dict(zip(masked.only, [*[*masked.only.values()][1:], 0], strict=True))
+            masked = masked._replace(masks=masked.masks.roll(1, 0), only=only)
+        supply(draw, masked)
 
     monkeypatch.setattr(settling, "prepare", prepared)
     monkeypatch.setattr(settling, "supply", supplied)

@@ -21,6 +21,7 @@ from engine.cuda.plain import plain
 from engine.kernels.attention_plan import SHORT, TILES
 from engine.messages import Sampling, Submit
 from engine.plan import Row
+from engine.runner import Masked
 from engine.sequence import Sequence
 from tests.engine.test_cuda_runner import make
 from tests.tiny import write_llama
@@ -191,7 +192,8 @@ def test_masks_of_a_step_are_gone_in_the_next_one_of_its_buffer(runner):
         places = runner.slots.placed(rows)
         draw = runner.settling.prepare(rows, places, plain(rows, places, runner.slots.ids, SIZE))
         masks = torch.full((3, runner.settling._masks.shape[1]), -1, dtype=torch.int32)
-        masked = [1] if at % 2 else []
-        runner.settling.supply(draw, masks, masked)
+        filled, only = [1] if at % 2 else [], {2: 5, 0: 0} if at % 3 == 0 else {}
+        runner.settling.supply(draw, Masked(masks, filled, only))
         held = runner.settling._buckets[draw.size].hosts[draw.staged]["mask"]
-        assert held[:3].tolist() == [0, len(masked), 0]
+        assert held[:3].tolist() == [-1 if only else 0, len(filled), -6 if only else 0]
+        assert draw.masked == bool(filled or only)

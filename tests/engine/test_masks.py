@@ -152,12 +152,29 @@ def test_the_masks_of_mixed_steps_are_those_of_each_request_alone(
     assert mixed > 100 and closed > 20
 
 
+def check_apart(
+    apart: Masks, requests: Sequence[Request], lean: set[int], got: Rows, masks: Masks
+) -> int:
+    """Rows of one token are told, not written; all else is the same.  Return how many there are."""
+    rows = apart.fill(requests, len(got), lean, apart=True).numpy()
+    assert apart.legal == masks.legal and not masks.only
+    assert sorted((*apart.filled, *apart.only)) == masks.filled
+    assert not apart.only.keys() & set(apart.filled)
+    for row, wanted in enumerate(got):
+        if row in apart.only:
+            bits = np.unpackbits(wanted.view(np.uint8), bitorder="little")
+            assert bits.nonzero()[0].tolist() == [apart.only[row]]
+        elif row in apart.filled:
+            assert (rows[row] == wanted).all()
+    return len(apart.only)
+
+
 @pytest.mark.parametrize("unused", [0, 5])
 def test_a_lean_request_has_its_first_row_that_is_not_forced_and_all_that_are(unused: int) -> None:
     twins, vocab = twins_of(unused)
     rng = random.Random(unused)
     masks, whole, open_row = Masks(vocab, 160), Masks(vocab, 160), opened(vocab, 1)[0]
-    left_open = forced = 0
+    apart, lone, left_open, forced = Masks(vocab, 160), 0, 0, 0
     for _ in range(100):
         chosen = rng.sample(twins, rng.randrange(1, len(twins) + 1))
         requests: list[Request] = []
@@ -170,6 +187,7 @@ def test_a_lean_request_has_its_first_row_that_is_not_forced_and_all_that_are(un
         got = masks.fill(requests, at, lean).numpy().copy()
         wanted = whole.fill(requests, at).numpy()
         assert masks.legal == whole.legal and whole.filled == list(range(at))
+        lone += check_apart(apart, requests, lean, got, masks)
         for i, (row, state, drafts) in enumerate(requests):
             walker, gaps = state.clone(), 0
             for place in range(len(drafts) + 1):
@@ -186,7 +204,7 @@ def test_a_lean_request_has_its_first_row_that_is_not_forced_and_all_that_are(un
                     assert walker.accept(drafts[place])
         for (_, _, drafts), twin, legal in zip(requests, chosen, masks.legal, strict=True):
             twin.advance(rng, drafts, legal)
-    assert left_open > 100 and forced > 50
+    assert left_open > 100 and forced > 50 and lone > 100
     assert masks.filled == sorted(masks.filled)
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from engine.messages import Sampling
 from engine.noise import gumbel
 from engine.sampling import NOTHING, SampleRow, sample
-from tests.sampler_rig import POISON, Group, mask_of, run
+from tests.sampler_rig import POISON, Group, mask_of, only_tokens, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on inf - inf
 NEAR = 3e-5  # scores closer than this may come in either order: fp32 of numbers up to 100
@@ -250,6 +250,24 @@ def test_rows_without_a_sound_legal_token_report_minus_one(sampling):
     assert rig.tokens() == [-1, -1, -1, -1, -1, 1150]
     assert ties == 0
     assert (rig.tables.last >= 0).all()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=5, top_p=0.9),
+                                      Sampling(temperature=0.0, repetition=1.4)])
+def test_one_token_stands_for_its_mask(sampling):
+    vocab = 2500
+    ids = [token for token in (0, 31, 32, 1023, 1024, 2047, 2499) for _ in range(2)]
+    masks = mask_of([{token} for token in ids], vocab)
+    assert only_tokens(masks) == dict(enumerate(ids))
+    groups = [Group(sampling, prompt=[0] * (i + 1)) for i in range(len(ids))]
+    rig, ties = check(torch.randn(len(ids), vocab), groups, masks)
+    assert rig.tokens() == ids and ties == 0
+    assert rig.rows.mask[: len(ids)].tolist() == [
+        ~token if row % 2 else row for row, token in enumerate(ids)]
+    wrong = torch.randn(len(ids), vocab)
+    wrong[range(len(ids)), ids] = torch.tensor([math.nan, math.inf, -math.inf, 1.0]).repeat(4)[:14]
+    assert run(wrong, groups, masks).tokens() == [
+        -1 if row % 4 < 3 else token for row, token in enumerate(ids)]
 
 
 def test_the_lowest_id_wins_ties_across_chunks():
