@@ -207,10 +207,13 @@ class Guessing:
         for place in range(right):
             self.places[place] += 1
         sources = seq.sources[:count]
-        self.verified.update(sources)
-        self.matched.update(sources[:right])
-        seq.verified.update(sources)
-        seq.matched.update(sources[:right])
+        for source in set(sources):
+            looked, found = sources.count(source), sources[:right].count(source)
+            self.verified[source] += looked
+            seq.verified[source] += looked
+            if found:
+                self.matched[source] += found
+                seq.matched[source] += found
         if self.host is not None:
             # Behind an end nothing was judged: only a token that differs is a miss.
             seen = count if len(accepted.tokens) > right else right

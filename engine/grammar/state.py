@@ -24,8 +24,8 @@ Past = tuple[int, Prose, "Past | None"]  # (step, the text before it, what was b
 class State:
     """Where one sequence stands in its grammar; cheap to clone, can be rolled back any distance."""
 
-    __slots__ = ("_ahead", "_lexical", "_past", "_prose", "_run", "_vocabulary", "dear", "matcher",
-                 "prose_masks", "steps")  # fmt: skip
+    __slots__ = ("_ahead", "_legal", "_legal_at", "_lexical", "_past", "_prose", "_run",
+                 "_vocabulary", "dear", "matcher", "prose_masks", "steps")  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +44,8 @@ class State:
         self._past: Past | None = None  # a linked list, as clones share it
         self._lexical = bytearray(1)  # behind each token, after what it was at the start
         self._run: list[int] | None = None  # the tokens that must come, see _forced; not asked yet
+        self._legal: tuple[int, ...] = ()  # in a row, from behind so many tokens
+        self._legal_at = 0
         # Tokens that a scout went over, the next one last, and what is forced behind each; None of
         # those inside a run.
         self._ahead: list[tuple[int, list[int] | None]] = []
@@ -168,14 +170,22 @@ class State:
             assert rolled, self.matcher.get_error()
             self.steps -= count
             self._run = None
+            self._legal = ()
             self._ahead.clear()
             del self._lexical[-count:]
             while self._past and self._past[0] >= self.steps:
                 _, self._prose, self._past = self._past
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens are legal in a row from here; a stop id is not counted."""
+        """How many of the tokens are legal in a row from here; a stop id is not counted.
+
+        A draft is asked about when it is made, and again by the step that verifies it.
+        """
+        count, known = len(tokens), self._legal
+        if count and self._legal_at == self.steps and (*tokens,) == known[:count]:
+            return count
         legal: int = self.matcher.validate_tokens(self._vocabulary.words(tokens))
+        self._legal, self._legal_at = (*tokens[:legal],), self.steps
         return legal
 
     def allows(self, token: int) -> bool:
