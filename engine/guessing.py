@@ -256,11 +256,11 @@ def _beside(scheduler: Scheduler) -> int:
 
 
 def _turn(seq: Sequence, limit: int) -> Turn:
-    submit = seq.submit
+    submit, grammar = seq.submit, seq.grammar
     return Turn(
         seq.key, seq.tokens, seq.prompt_len, limit, submit.session, submit.namespace,
-        seq.grammar.forced if seq.grammar is not None else _nothing, submit.predicted,
-        submit.drafts, seq.guessed,
+        grammar.forced if grammar is not None else _nothing, submit.predicted,
+        submit.drafts, seq.guessed, grammar.guessable if grammar is not None else None,
     )  # fmt: skip
 
 

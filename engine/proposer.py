@@ -48,6 +48,7 @@ class Turn:
     predicted: Sequence[int] = ()  # what the caller expects the output to be (OpenAI: prediction)
     mode: str = "auto"  # who may guess: "auto" = anybody, or one source
     guessed: Sequence[int] = ()  # by the device; the host may propose it, or know better
+    legal: Callable[[Sequence[int]], int] | None = None  # how many of some tokens its grammar takes
 
 
 class Load(NamedTuple):

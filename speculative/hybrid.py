@@ -15,6 +15,7 @@ from engine.proposer import Draft, Key, Load, Ran, Turn
 from speculative.ahead import Ahead
 from speculative.calibration import Calibration
 from speculative.forced import ForcedDrafts
+from speculative.gate import Gate
 from speculative.length import PROMPT, choose
 from speculative.suffix import SuffixDrafts
 
@@ -62,6 +63,7 @@ class Hybrid:
         self._prompt = CHEAP if piped else PROMPT
         self._forced = ForcedDrafts() if "forced" in sources else None
         self._suffix = SuffixDrafts() if "suffix" in sources else None
+        self._gate = Gate()
         self._device = Calibration(DEVICE)  # a cell a place in the device's chain
         # The host's own, made while a device still drafts; by who, and how long the text was.
         self._ready: dict[tuple[Key, int], Offer] = {}
@@ -150,18 +152,32 @@ class Hybrid:
             self._suffix.ended(session)
 
     def _own(self, turn: Turn) -> Offer:
-        """The host's own chain: forced, then what texts suggest."""
+        """The host's own chain: forced, then what texts suggest, as far as it is legal."""
         tokens: list[int] = []
         survival: list[float] = []
         if self._forced is not None and turn.mode in ("auto", "forced"):
             tokens, survival = self._forced.guess(turn, turn.limit)
-        forced, room = len(tokens), turn.limit - len(tokens)
-        if self._suffix is not None and room and turn.mode in ("auto", "suffix"):
-            reached = survival[-1] if survival else 1.0
-            guess = self._suffix.guess(turn, tokens, room)
-            longer = survival + [reached * chance for chance in guess.survival]
-            return Offer([*tokens, *guess.tokens], longer, forced, guess.predicted)
-        return Offer(tokens, survival, forced)
+        offer = Offer(tokens, survival, len(tokens))
+        if self._suffix is None or turn.mode not in ("auto", "suffix"):
+            return offer
+        if len(tokens) == turn.limit:
+            return offer
+        if not tokens or turn.legal is None:
+            return self._spliced(self._suffix, turn, offer)
+        pair = (tokens[-2] if len(tokens) > 1 else turn.tokens[-1]), tokens[-1]
+        if not self._gate.opens(pair):
+            return offer
+        longer = self._spliced(self._suffix, turn, offer)
+        self._gate.learn(pair, len(longer.tokens) > len(tokens))
+        return longer
+
+    def _spliced(self, suffix: SuffixDrafts, turn: Turn, offer: Offer) -> Offer:
+        """The offer, and behind it what texts suggest."""
+        tokens, survival, forced = offer.tokens, offer.survival, offer.forced
+        reached = survival[-1] if survival else 1.0
+        guess = suffix.guess(turn, tokens, turn.limit - forced)
+        longer = survival + [reached * chance for chance in guess.survival]
+        return _legal(turn, Offer([*tokens, *guess.tokens], longer, forced, guess.predicted))
 
     def _offer(self, turn: Turn, own: Offer) -> Offer:
         """That, or the device's chain behind what is forced: whichever is likelier to last."""
@@ -177,7 +193,18 @@ class Hybrid:
             longer.append(alive)
         if sum(longer) <= sum(own.survival):
             return own
-        return Offer([*own.tokens[:forced], *rest], longer, forced, 0, len(rest))
+        return _legal(turn, Offer([*own.tokens[:forced], *rest], longer, forced, 0, len(rest)))
+
+
+def _legal(turn: Turn, offer: Offer) -> Offer:
+    """As much of it as the grammar takes; what it would refuse is worth no row."""
+    if turn.legal is None or not offer.tokens:
+        return offer
+    count = turn.legal(offer.tokens)
+    if count == len(offer.tokens):
+        return offer
+    return offer._replace(tokens=offer.tokens[:count], survival=offer.survival[:count],
+                          forced=min(offer.forced, count))
 
 
 def _cut(offer: Offer, length: int) -> Draft:

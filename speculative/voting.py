@@ -19,6 +19,7 @@ LONG = 12
 OLDER = 0.85  # a vote's weight, for each better place before it
 DOUBT = 0.2  # weight of the unseen voter that disagrees with everybody: many agree more than one
 WEIGHTS = tuple(GAIN ** min(length, LONG) for length in range(REACH + 1))
+DOUBTS = tuple(DOUBT * weight for weight in WEIGHTS)
 
 Chain = tuple[list[int], list[float], list[int]]  # tokens, their survival, their cells
 Spot = tuple[Chains, int, int]  # (text, index of the token that should come next, match length)
@@ -73,14 +74,17 @@ def vote(lines: list[Line], limit: int, chances: Sequence[float]) -> Chain:
     alive = 1.0
     asked = sum([one[0] for one in lines])
     for place in range(limit if lines else 0):
-        token, won = lines[0][1][place], asked
+        first = lines[0]
+        token, won = first[1][place], asked
         for one in lines:
             if one[1][place] != token:
                 token, won, lines = _majority(lines, place)
+                first = lines[0]
                 break
-        length = min(lines[0][2] + place, REACH)
-        share = won / (asked + DOUBT * WEIGHTS[length])
-        cell = lines[0][3] + LENGTHS[length] + int(share * SHARES)
+        length = first[2] + place
+        if length > REACH:
+            length = REACH
+        cell = first[3] + LENGTHS[length] + int(won / (asked + DOUBTS[length]) * SHARES)
         alive *= chances[cell]
         if alive < FLOOR or token < 0:
             break

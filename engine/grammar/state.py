@@ -78,10 +78,7 @@ class State:
                 taken += 1
                 continue
             moved = self.matcher.try_consume_tokens(list(tokens[taken : taken + count]))
-            known = None
-            for token in tokens[taken : taken + moved]:
-                known = self._recalled(token)
-                self._note(token)
+            known = self._moved(tokens[taken : taken + moved])
             if moved:
                 del run[-moved:]
                 if not run:
@@ -125,6 +122,20 @@ class State:
             ahead.append((part[-1], walker._forced().copy()))
         self._ahead = ahead[::-1]
         return only
+
+    def _moved(self, tokens: Sequence[int]) -> list[int] | None:
+        """The matcher moved over the tokens; return what was foreseen behind the last."""
+        known = None
+        for token in tokens:
+            if (known := self._recalled(token)) is None and not self._ahead:
+                break
+        if self._prose is None:
+            self._lexical += self._vocabulary.lexicals(self._lexical[-1], tokens)
+            self.steps += len(tokens)
+        else:
+            for token in tokens:
+                self._note(token)
+        return known
 
     def _recalled(self, token: int) -> list[int] | None:
         """What a scout found forced behind the token that is being taken; None = not looked at."""

@@ -39,6 +39,15 @@ class Vocabulary:
             behind = known[token] = lexical.after(before, self.piece(token))
         return behind
 
+    def lexicals(self, before: int, tokens: Sequence[int]) -> bytearray:
+        """The same behind each of the tokens."""
+        found = bytearray()
+        for token in tokens:
+            behind = self._lexical[before][token]
+            before = self.lexical(before, token) if behind == 255 else behind
+            found.append(before)
+        return found
+
     def words(self, tokens: Sequence[int]) -> list[int]:
         """The tokens before the first stop id, and before the first that is no token at all."""
         words = list(tokens)
