@@ -60,6 +60,7 @@ class Ahead:
         self._plans: dict[int, tuple[int, int]] = {}  # by size of load: next trial, then every
         self._kept: tuple[object, int, int, bool] = (None, 0, FREE, False)  # what for, until, what
         self._since = 0  # steps since a chain was wanted, or nearly
+        self._bare = 0.0  # see choose
         self.holds = 1  # steps that the newest choice is for
 
     # ---- learning --------------------------------------------------------------------------------
@@ -95,12 +96,16 @@ class Ahead:
 
     # ---- choosing --------------------------------------------------------------------------------
 
-    def choose(self, chances: Sequence[float], worth: float, load: Load, most: int) -> int:
+    def choose(
+        self, chances: Sequence[float], worth: float, load: Load, most: int, bare: float = 0.0
+    ) -> int:
         """FREE, ASLEEP, HOST or a length for the sequences of `load`, see HostDrafts.ahead.
 
         `chances` of each place of a device's chain, all before it being right; `worth`: tokens that
-        a host's guess is right for, in the mean.
+        a host's guess is right for, in the mean; `bare`: the share of sequences for which it has
+        none, or hardly any.
         """
+        self._bare = bare
         self._turn += 1
         self.holds = 1
         if not self._piped:
@@ -202,8 +207,10 @@ class Ahead:
             gained += alive
             if (length := place + 1) not in LENGTHS:
                 continue
-            rate = base + max(gained, worth) * count
-            rows = int(count * (1 + max(length, worth)))
+            # Of several some have a guess of the host's, and the others take the chain.
+            bare = self._bare if count > 1 else 0.0
+            rate = base + max(gained, worth + bare * gained) * count
+            rows = int(count * (1 + max(length, worth + bare * length)))
             rate /= self._waited(rows + beside) + token * length
             chain = max(chain, rate)
             if rate > best:

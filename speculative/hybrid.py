@@ -24,6 +24,7 @@ DEVICE = [0.6, 0.55, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]  # chances by place, before a
 
 
 LIKELY = 0.4  # of a token behind a prompt and what is forced there: it costs a row
+BARE = 0.5  # tokens: a guess of a host's that is worth less leaves the sequence to the device's
 RECENT = 32  # guesses that tell what the next are worth, of many sequences; of few, one of each
 # What a prompt token counts as beside drafts where a GPU computes: it is cheap there, and who waits
 # for it is served the sooner, the sooner the others end.
@@ -58,6 +59,7 @@ class Hybrid:
         one = Ahead(row, piped)
         self._ahead = one, Ahead(row, piped) if piped else one
         self._worth = [0.0, 0.0]  # tokens that a guess of the host's was right for, in the mean
+        self._bare = [0.0, 0.0]  # of how many it was worth next to nothing, as a share
         self._masked = False  # the step that is coming
         self._count = 1  # sequences of it that decode
         self._prompt = CHEAP if piped else PROMPT
@@ -72,8 +74,7 @@ class Hybrid:
         """The best chain of each, cut where a further row costs more than it brings."""
         ready, self._ready = self._ready, {}
         own = [ready.get((turn.key, len(turn.tokens))) or self._own(turn) for turn in turns]
-        mean = sum(sum(offer.survival) for offer in own) / len(own)
-        self._learn_worth(mean, len(own), self._masked)
+        self._learn_worth([sum(offer.survival) for offer in own], self._masked)
         offers = [self._offer(turn, offer) for turn, offer in zip(turns, own, strict=True)]
         if not any(offer.tokens for offer in offers):
             return [Draft([])] * len(turns)
@@ -103,14 +104,16 @@ class Hybrid:
     def look(self, turn: Turn, masked: bool) -> float:
         """See HostDrafts."""
         worth = sum(self._own(turn).survival)
-        self._learn_worth(worth, 1, masked)
+        self._learn_worth([worth], masked)
         return worth
 
-    def _learn_worth(self, worth: float, count: int, masked: bool) -> None:
-        """A guess of so many sequences was worth so much, in the mean."""
-        known, of = self._worth[masked], max(self._count, 1)
+    def _learn_worth(self, worths: Sequence[float], masked: bool) -> None:
+        """A guess of each of these sequences was worth so much."""
+        count, of = len(worths), max(self._count, 1)
         part = min(count / (of if of == 1 else RECENT), 1.0)
-        self._worth[masked] = known + part * (worth - known)
+        self._worth[masked] += part * (sum(worths) / count - self._worth[masked])
+        bare = sum(worth < BARE for worth in worths) / count
+        self._bare[masked] += part * (bare - self._bare[masked])
 
     def observe(self, key: Key, sources: Sequence[str], verified: int, matched: int) -> None:
         """Let each source learn from its part."""
@@ -134,7 +137,7 @@ class Hybrid:
         self._ahead[self._masked].rested(load.steps - 1)  # at its answer
         self._count, self._masked = load.rows, load.masked
         return self._ahead[load.masked].choose(
-            self._device.chances, self._worth[load.masked], load, most)
+            self._device.chances, self._worth[load.masked], load, most, self._bare[load.masked])
 
     @property
     def holds(self) -> int:
