@@ -207,10 +207,11 @@ class Ahead:
             gained += alive
             if (length := place + 1) not in LENGTHS:
                 continue
-            # Of several some have a guess of the host's, and the others take the chain.
-            bare = self._bare if count > 1 else 0.0
-            rate = base + max(gained, worth + bare * gained) * count
-            rows = int(count * (1 + max(length, worth + bare * length)))
+            # Of several some have a guess of the host's, and the others take the chain.  Steps of
+            # more rows took longer mostly since more came of them, which is the host's work.
+            mixed = worth + self._bare * gained if count > 1 else worth
+            rate = base + max(gained, mixed) * count
+            rows = int(count * (1 + max(length, worth)))
             rate /= self._waited(rows + beside) + token * length
             chain = max(chain, rate)
             if rate > best:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -209,3 +210,20 @@ def test_where_no_step_ever_runs_ahead_chains_are_drafted_all_the_same():
         ahead.observe(Ran(1, 1.0 + 0.01 * guesses, guesses))
         found.append(guesses)
     assert found[:BLIND] == [0] * BLIND and found[BLIND + 3 :].count(7) > 30
+
+
+@pytest.mark.parametrize(("bare", "wanted"), [(0.0, {HOST, 0}), (0.55, {2, 3}), (1.0, {3, 5, 7})])
+def test_those_of_several_that_the_host_has_no_guess_for_are_worth_a_chain(bare, wanted):
+    """It has long guesses for the others, in the mean longer than any chain."""
+    ahead, found, alone, guesses = Ahead(0.002, True), [], False, 0
+    chances, load = [0.65, 0.6, 0.5, 0.4, 0.4, 0.4, 0.4], Load(32, masked=True)
+    for _ in range(1500):
+        chosen = ahead.choose(chances, 3.5, load, 7, bare)
+        chain = sum(math.prod(chances[: n + 1]) for n in range(guesses))
+        gained, chain_s = (3.5 + bare * chain, 0.03 * guesses) if alone else (0.0, 0.0)
+        ahead.observe(Ran(144 if alone else 32, (1.3 + chain_s) if alone else 1.0, guesses, chain_s,
+                          alone, True, 32, round(32 * (1 + gained))))
+        alone, guesses = chosen not in (FREE, ASLEEP), max(chosen, 0)
+        found.append(chosen)
+    late = found[500:]
+    assert sum(one in wanted for one in late) > 0.9 * len(late), Counter(late)

@@ -13,10 +13,11 @@ TEXT = [*range(10, 30), 5, 6, 7, *range(10, 18)]  # its end stands at the beginn
 
 
 def turn(
-    tokens=TEXT, *, forced=(), key=("r", 0), limit=8, predicted=(), mode="auto", guessed=()
-) -> Turn:
+    tokens=TEXT, *, forced=(), key=("r", 0), limit=8, predicted=(), mode="auto", guessed=(),
+    legal=None,
+) -> Turn:  # fmt: skip
     return Turn(key, tokens, len(tokens), limit, None, b"", lambda: list(forced), predicted, mode,
-                guessed)  # fmt: skip
+                guessed, legal)  # fmt: skip
 
 
 def test_what_the_grammar_dictates_goes_first_and_what_followed_it_before_goes_behind() -> None:
@@ -53,6 +54,33 @@ def test_no_chain_is_longer_than_its_limit_and_dear_rows_get_none() -> None:
         assert len(draft.tokens) == limit == len(draft.sources)
     (draft,) = Hybrid(50.0).propose([turn(forced=[18, 19, 20])])
     assert draft.tokens == []
+
+
+def below(most: int):
+    """Of a grammar that takes the ids below `most` alone."""
+    return lambda tokens: next((i for i, t in enumerate(tokens) if t >= most), len(tokens))
+
+
+def test_what_the_grammar_would_refuse_takes_no_row_from_others() -> None:
+    (draft,) = Hybrid(FREE).propose([turn(forced=[18, 19], legal=below(22))])
+    assert draft.tokens == [18, 19, 20, 21] and draft.sources[2:] == ("suffix",) * 2
+    (draft,) = Hybrid(FREE).propose([turn(guessed=[18, 60, 61, 62, 63, 64], legal=below(22))])
+    assert draft.tokens == [18, 19, 20, 21], "the device's chain is judged as well"
+    (draft,) = Hybrid(FREE).propose([turn(list(range(40)), guessed=[7, 60], legal=below(22))])
+    assert draft.tokens == [7] and draft.sources == ("eagle3",)
+    assert Hybrid(FREE).begin(turn(forced=[18], legal=below(20)), True).tokens == [18, 19]
+
+
+def test_texts_are_asked_no_more_behind_what_only_the_end_follows() -> None:
+    hybrid, asked = Hybrid(FREE), []
+    guess = hybrid._suffix.guess
+    hybrid._suffix.guess = lambda *given: (asked.append(given[1]), guess(*given))[1]
+    for _ in range(60):
+        (draft,) = hybrid.propose([turn(forced=[18, 19], legal=below(20))])
+        assert draft.tokens == [18, 19]
+    assert 16 <= len(asked) <= 20
+    (draft,) = hybrid.propose([turn(forced=[18], legal=below(21))])
+    assert draft.tokens == [18, 19, 20], "behind another token they are"
 
 
 class Heard:

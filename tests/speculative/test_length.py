@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from speculative import length
 from speculative.length import MARGIN, MARKS, StepTimes, choose
 
 
@@ -117,3 +118,20 @@ def test_times_of_many_numbers_of_rows_are_those_of_each():
         first, count = chance.randrange(1, 400), chance.choice([0, 1, 11, 12, 13, 200])
         found = times.each(first, count)
         assert found == [times(rows) for rows in range(first, first + count)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_chains_are_cut_as_few_are(seed, monkeypatch):
+    """Numpy chooses what the loop does, equal chances and rising ones included."""
+    chance, times = random.Random(seed), StepTimes(0.002)
+    for rows, seconds in ((8, 1.0), (64, 1.1), (256, 2.0), (512, 4.0)):
+        times.observe(rows, seconds)
+    chains = [[chance.choice([1.0, 0.9, 0.5, 0.3]) ** (place + 1) * chance.choice([1.0, 1.02])
+               for place in range(chance.randrange(20))] for _ in range(chance.randrange(1, 40))]
+    beside, prompt = chance.choice([0, 0, 40, 300]), chance.choice([0.25, 2.0])
+    found = []
+    for many in (0, 1 << 30):
+        monkeypatch.setattr(length, "MANY", many)
+        if any(chains):
+            found.append(length.choose(times, chains, beside, prompt))
+    assert not found or found[0] == found[1]
