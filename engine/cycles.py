@@ -39,7 +39,8 @@ class Cycles:
         kind = flight.alone, 2 * len(plan.masked) > drew
         known = self._since and of == 1 and kind == self._kind
         seconds = now - self._since if known and flight.seconds else 0.0
-        ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind, drew)
+        ran = Ran(plan.tokens, seconds, self._guesses, self._chain_s, *kind, drew,
+                  asleep=plan.asleep and not flight.alone)
         self._since, self._kind = now, kind
         self._guesses, self._chain_s = 0, 0.0
         return ran

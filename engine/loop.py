@@ -86,8 +86,8 @@ class Engine:
         parts = build(config, checkpoint, head, progress, timeline, drafting, maker)
         self.config = config
         self.guessing = Guessing(
-            drafts, parts.head, config.max_drafts, parts.hello.vocab, parts.runner.short,
-            piped=parts.runner.depth > 0,
+            drafts, parts.head, min(config.max_drafts, parts.runner.longest), parts.hello.vocab,
+            parts.runner.short, piped=parts.runner.depth > 0,
         )
         self.hello = replace(parts.hello, draft_sources=self.guessing.sources)
         self.runner: StepRunner = parts.runner

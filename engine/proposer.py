@@ -71,6 +71,7 @@ class Ran(NamedTuple):
     masked: bool = False
     sequences: int = 0  # that drew in it
     tokens: int = 0  # that it gave
+    asleep: bool = False  # it ran ahead, and a device draft slept through it
 
 
 # Answers of HostDrafts.ahead beside lengths of chains.

@@ -83,6 +83,10 @@ class StepRunner(Protocol):
         """Penalties count tokens on the device; else their rows settle after the last commit."""
 
     @property
+    def longest(self) -> int:
+        """Draft tokens that a row may have; on a GPU more had other bits than by themselves."""
+
+    @property
     def takes_only(self) -> bool:
         """A row that only one token may follow needs no mask but that token."""
 
@@ -162,6 +166,7 @@ class Runner:
     short = SHORT
     keeps_history = False
     takes_only = False
+    longest = 1 << 30
     sizes: Collection[int] = ()
 
     def __init__(

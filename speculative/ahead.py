@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from engine.proposer import ASLEEP, FREE, HOST, LENGTHS, Load, Ran
 from speculative.length import MARGIN, PROMPT, StepTimes
-from speculative.rates import GAIN, Rates
+from speculative.rates import GAIN, RAN, SLEPT, WAITED, Rates
 
 TOKEN = 0.07  # what a token of a chain costs until it is measured, of a step with one row
 WAIT = 0.6  # what waiting costs until it is measured, of a step with one row
@@ -36,7 +36,9 @@ DREAM = 24  # steps without a chain, or nearly one, after which a device's draft
 # The same where steps wait for the host all the same: it sleeps for little there, and a text in
 # which it slept is guessed worse from then on.
 DOZE = 256
-WAKE = 256  # steps that it then reads before it is tried: of what it slept through it knows nothing
+# Steps that it then reads before it is tried: of what it slept through it knows nothing.  Beside
+# few it has read their prompts, and lacks only what they said.
+WAKE, NAP = 256, 96
 MANY = 16  # sequences from which trials are planned apart from those of fewer
 ROWS = 8  # sequences up to which SELDOM is how seldom a hopeless way is tried; each more costs
 HOPELESS = 0.75  # of the other way's rate: one of several sequences that gives less is tried seldom
@@ -57,6 +59,7 @@ class Ahead:
         self._token = 0.0  # seconds a token of a chain; 0 = not measured
         self._turn = 0
         self._trial, self._rest = FREE, 0  # what is tried, for so many more steps
+        self._sleeps = self._waits = False  # that was the newest choice
         self._plans: dict[int, tuple[int, int]] = {}  # by size of load: next trial, then every
         self._kept: tuple[object, int, int, bool] = (None, 0, FREE, False)  # what for, until, what
         self._since = 0  # steps since a chain was wanted, or nearly
@@ -72,7 +75,8 @@ class Ahead:
         elif self._settling and ran.sequences > 1:
             self._settling -= 1
         elif self._piped and ran.sequences:
-            self._rates.observe(ran.sequences, ran.alone, ran.tokens, ran.seconds)
+            way = WAITED if ran.alone else SLEPT if ran.asleep else RAN
+            self._rates.observe(ran.sequences, way, ran.tokens, ran.seconds)
         if self._piped and not ran.alone:
             self._met[0] += 1
             self._free.observe(ran.rows, ran.seconds)
@@ -122,16 +126,35 @@ class Ahead:
         if self._due(load.rows, most > 0 and found == FREE and self._since > DREAM):
             many = LONG if found != FREE else WIDER
             self._rest = (many if load.rows > 1 else TRIAL) - 1
-            slept = most > 0 and self._since > DOZE
-            self._trial = (ASLEEP if slept else FREE) if found != FREE else max(
-                self._best(chances, worth, load, most)[0], min(1, most))
-            self._rates.tried(load.rows, self._trial >= 0)
+            if found == FREE:
+                self._trial = max(self._best(chances, worth, load, most)[0], min(1, most))
+            else:
+                self._trial = ASLEEP if most > 0 and self._dozes(load.rows) else FREE
+            self._tries(load.rows, self._trial)
             return self._trial
+        self._waits = found != FREE
         self._since = 0 if found > 0 or near else self._since + 1
         if found == FREE and self._since > DREAM:
             self.holds = REST if load.rows > 1 else 1
+            if not self._sleeps:
+                self._tries(load.rows, ASLEEP)
+            self._sleeps = True
             return ASLEEP
+        self._sleeps = False
         return HOST if found != FREE and most and self._since > DOZE else found
+
+    def _tries(self, rows: int, way: int) -> None:
+        self._rates.tried(rows, SLEPT if way == ASLEEP else RAN if way == FREE else WAITED)
+
+    def _dozes(self, rows: int) -> bool:
+        """Whether what is tried out of a wait is to run ahead without the draft.
+
+        That leaves a gap in what it knows, so it is done where it sleeps all the same, where that
+        was never seen, or was long ago.
+        """
+        if self._since > DOZE or (rows > 1 and not self._rates.seen(rows, SLEPT)):
+            return True
+        return rows > 1 and self._plans[_size(rows)][1] >= SELDOM
 
     def rested(self, steps: int) -> None:
         """So many steps were slept through without a choice."""
@@ -143,8 +166,9 @@ class Ahead:
     ) -> tuple[int, bool]:
         """What gave most, and whether a chain nearly does."""
         times = self._rates.waiting(load.rows)
-        if times is None or times <= GAIN:
-            return FREE, times is None or times > 1  # being ready for one costs a few percent
+        if times is None or times <= (1.0 if self._waits else GAIN):
+            # To be ready for one costs more than that: it is not, once the other is known.
+            return FREE, times is None or (times > 1 and not self._rates.seen(load.rows, SLEPT))
         found, near = self._best(chances, worth, load, most)
         return max(found, 0), near
 
@@ -159,12 +183,13 @@ class Ahead:
 
     def _due(self, rows: int, slept: bool) -> bool:
         """Time to try what is not done, with about so many sequences; a draft that slept wakes."""
-        size = (rows > 1) + (rows >= MANY)  # a trial at one size tells of those that are near
+        size = _size(rows)
         at, every = self._plans.get(size, (self._turn, SOON))
         if self._turn < at:
             return False
         if slept:
-            self._since, self._plans[size] = DREAM - WAKE, (self._turn + WAKE, every)
+            wake = WAKE if rows >= MANY else NAP
+            self._since, self._plans[size] = DREAM - wake, (self._turn + wake, every)
             return False
         times = self._rates.waiting(rows) if rows > 1 else None
         if times is not None and not HOPELESS < times < 1 / HOPELESS:
@@ -217,3 +242,8 @@ class Ahead:
             if rate > best:
                 best, found = rate, length
         return found, chain > FAR * best
+
+
+def _size(rows: int) -> int:
+    """The class of a load: a trial at one size tells of those that are near."""
+    return (rows > 1) + (rows >= MANY)

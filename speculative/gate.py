@@ -2,13 +2,13 @@
 
 Behind the last bracket of a call nothing may follow but the end, and behind a key often nothing
 that stood anywhere before; a grammar says so only once there is a guess to judge.  So the last two
-tokens that were dictated are remembered with how often in a row what texts suggested behind them
-was refused.
+tokens that were dictated are remembered, by tenant, with how often in a row what texts suggested
+behind them was refused.
 """
 
 from __future__ import annotations
 
-Pair = tuple[int, int]
+Pair = tuple[bytes, int, int]  # the tenant's namespace, and the tokens; -1: there was but one
 
 PATIENCE = 16  # refusals in a row from which on
 AGAIN = 16  # only every such time is asked
@@ -30,7 +30,7 @@ class Gate:
         return False
 
     def learn(self, pair: Pair, legal: bool) -> None:
-        """What was suggested behind them was legal, as far as one token; or refused, or nothing."""
+        """What was suggested behind them was legal, as far as one token, or refused."""
         if legal:
             self._refused.pop(pair, None)
             return

@@ -91,7 +91,8 @@ class Hybrid:
         if not forced:
             return Draft([])
         offer = self._own(turn if waits else replace(turn, mode="forced"))
-        length = offer.forced
+        if not (length := offer.forced):
+            return Draft([])
         least = LIKELY * offer.survival[length - 1]  # what is forced is taken as right
         while length < len(offer.tokens) and offer.survival[length] >= least:
             length += 1
@@ -137,7 +138,8 @@ class Hybrid:
         self._ahead[self._masked].rested(load.steps - 1)  # at its answer
         self._count, self._masked = load.rows, load.masked
         return self._ahead[load.masked].choose(
-            self._device.chances, self._worth[load.masked], load, most, self._bare[load.masked])
+            self._device.chances, self._worth[load.masked], load, most,
+            self._bare[True] if load.masked else 0.0)
 
     @property
     def holds(self) -> int:
@@ -165,22 +167,24 @@ class Hybrid:
             return offer
         if len(tokens) == turn.limit:
             return offer
-        if not tokens or turn.legal is None:
-            return self._spliced(self._suffix, turn, offer)
-        pair = (tokens[-2] if len(tokens) > 1 else turn.tokens[-1]), tokens[-1]
-        if not self._gate.opens(pair):
+        if not tokens or turn.legal is None or turn.predicted:
+            return self._spliced(self._suffix, turn, offer)[0]
+        behind = turn.namespace, tokens[-2] if len(tokens) > 1 else -1, tokens[-1]
+        if not self._gate.opens(behind):
             return offer
-        longer = self._spliced(self._suffix, turn, offer)
-        self._gate.learn(pair, len(longer.tokens) > len(tokens))
+        longer, suggested = self._spliced(self._suffix, turn, offer)
+        if suggested:
+            self._gate.learn(behind, len(longer.tokens) > len(tokens))
         return longer
 
-    def _spliced(self, suffix: SuffixDrafts, turn: Turn, offer: Offer) -> Offer:
-        """The offer, and behind it what texts suggest."""
+    def _spliced(self, suffix: SuffixDrafts, turn: Turn, offer: Offer) -> tuple[Offer, bool]:
+        """The offer and behind it what texts suggest, as far as it is legal; whether they do."""
         tokens, survival, forced = offer.tokens, offer.survival, offer.forced
         reached = survival[-1] if survival else 1.0
         guess = suffix.guess(turn, tokens, turn.limit - forced)
         longer = survival + [reached * chance for chance in guess.survival]
-        return _legal(turn, Offer([*tokens, *guess.tokens], longer, forced, guess.predicted))
+        whole = Offer([*tokens, *guess.tokens], longer, forced, guess.predicted)
+        return _legal(turn, whole), bool(guess.tokens)
 
     def _offer(self, turn: Turn, own: Offer) -> Offer:
         """That, or the device's chain behind what is forced: whichever is likelier to last."""

@@ -123,7 +123,7 @@ class Forward:
     def keep(self, cost: Callable[[int], float]) -> None:
         """From now on use only the buckets that no larger one is as cheap as.
 
-        Up to INVARIANT rows a step must not take a bucket beyond, whose products promise nothing.
+        Up to INVARIANT rows a step must not take a bucket beyond, whose products may promise less.
         """
         few = [size for size in self.sizes if size <= INVARIANT]
         self.sizes = useful(few, cost) + useful(self.sizes[len(few) :], cost)

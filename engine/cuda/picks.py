@@ -104,6 +104,7 @@ class Picks:
         self._chosen: dict[tuple[Key, int], Pick] = {}
         self._took: dict[tuple[Key, int], float] = {}  # milliseconds a product, by its pick
         self._apart: set[tuple[Key, int]] = set()  # where cuBLAS was picked and has other bits
+        self._others: dict[tuple[Key, int], list[object]] = {}  # picks of models that promise less
         self._store = store if device.type == "cuda" else None
         self._changed = False
         if self._store is not None:
@@ -272,11 +273,12 @@ class Picks:
         """Write what was measured to the store; a store that cannot be written is no error."""
         if self._store is None or not self._changed:
             return
-        rows = [
+        rows: list[list[object]] = [
             [*key, count, None if pick is None else list(astuple(pick)), self._took[key, count],
              (key, count) in self._apart]
             for (key, count), pick in self._chosen.items()
         ]
+        rows += [entry for which, entry in self._others.items() if which not in self._chosen]
         try:
             self._store.parent.mkdir(parents=True, exist_ok=True)
             part = self._store.with_suffix(f".{os.getpid()}")
@@ -295,7 +297,8 @@ class Picks:
             for columns, depth, epilogue, kind, count, shape, took, apart in found["picks"]:
                 key = (columns, depth, epilogue, kind)
                 pick = CUBLAS if shape is None else Tile(*shape)
-                if apart and count <= self.promised:  # another model promises less
+                if apart and count <= self.promised:
+                    self._others[key, count] = [*key, count, shape, took, apart]
                     continue
                 if pick is CUBLAS or pick in _tiles(key, count):
                     self._chosen[key, count], self._took[key, count] = pick, float(took)

@@ -35,8 +35,9 @@ def settle(
     """Draw the rows' tokens and follow the drafts: 3 launches, 7 with filters, 2 more for logprobs.
 
     `logits` [R, vocab] in float32 or bfloat16 are only read; `masks` int32 [M, ceil(vocab / 32)]
-    allow id v by bit v % 32 of word v // 32, and are None when no row has one.  R and the length of
-    `results.matched` are the bucket's; the real counts are `rows.count` and `rows.groups`.
+    allow id v by bit v % 32 of word v // 32, and are None when no row has one; of a row whose
+    `rows.mask` is ~v only v is allowed.  R and the length of `results.matched` are the bucket's; the
+    real counts are `rows.count` and `rows.groups`.
     """
     count, vocab = logits.shape
     score(logits, rows, slots, masks, scratch, needs.shaped, needs.filters)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 
 import pytest
 
 from engine.proposer import ASLEEP, FREE, HOST, LENGTHS, Load, Ran
-from speculative.ahead import BLIND, DREAM, FIRST, LOOK, REST, SELDOM, TRIAL, TRY, WAKE, Ahead
+from speculative.ahead import BLIND, DREAM, FIRST, LOOK, NAP, REST, SELDOM, TRIAL, TRY, WAKE, Ahead
 
 ONE = Load(1)
 
@@ -29,14 +30,15 @@ def made(row: float = 0.002, token: float = 0.05) -> Ahead:
 def run(ahead: Ahead, steps: int, load: Load, chances, worth: float, most: int, *, free: float,
         waits: float, token: float) -> list[int]:  # fmt: skip
     """What is chosen, step by step, where steps take so long, rows nothing."""
-    found, alone, guesses = [], False, 0
+    found, alone, guesses, chosen = [], False, 0, FREE
     for _ in range(steps):
-        chosen = ahead.choose(chances, worth, load, most)
+        slept, chosen = chosen == ASLEEP, ahead.choose(chances, worth, load, most)
         chain_s = guesses * token
         chain = sum(math.prod(chances[: n + 1]) for n in range(guesses))
         gained = max(worth, chain) if alone else 0
         ahead.observe(Ran(load.rows, waits + chain_s if alone else free, guesses, chain_s, alone,
-                          sequences=load.rows, tokens=round(load.rows * (1 + gained))))
+                          sequences=load.rows, tokens=round(load.rows * (1 + gained)),
+                          asleep=slept and not alone))
         alone, guesses = chosen not in (FREE, ASLEEP), max(chosen, 0)
         found.append(chosen)
     return found
@@ -121,7 +123,7 @@ def test_a_draft_of_the_device_that_is_far_from_paying_sleeps():
     tried = [i for i, one in enumerate(found) if one > 0 and found[i - 1] <= 0]
     assert len(tried) >= 3
     for at in tried:
-        assert ASLEEP not in found[max(at - WAKE + 5, 0) : at]
+        assert ASLEEP not in found[max(at - NAP + 5, 0) : at]
 
 
 def test_a_decision_to_sleep_holds_for_several_and_is_no_longer_than_it_would_be():
@@ -227,3 +229,26 @@ def test_those_of_several_that_the_host_has_no_guess_for_are_worth_a_chain(bare,
         found.append(chosen)
     late = found[500:]
     assert sum(one in wanted for one in late) > 0.9 * len(late), Counter(late)
+
+
+@pytest.mark.parametrize(("waits", "best"), [(0.7, HOST), (0.8, ASLEEP), (1.0, ASLEEP)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wait_is_compared_with_a_draft_that_sleeps_not_with_one_that_is_kept_ready(
+    waits, best, seed):
+    """Ready costs an eighth of a step.  A wait that beats only that is worse than none."""
+    ahead, chance, given, seconds = Ahead(0.002, True), random.Random(seed), 0.0, 0.0
+    found, alone, guesses, chosen = [], False, 0, FREE
+    for _ in range(12_800):
+        before, chosen = chosen, ahead.choose([0.4, *[0.35] * 6], 0.15, Load(8), 7)
+        chain = sum(0.4 * 0.35**place for place in range(guesses))
+        ready = 0.58 if before == ASLEEP else 0.65
+        took = (waits + 0.06 * guesses if alone else ready) * chance.gauss(1, 0.1)
+        tokens = 8 * (1 + (max(0.15, chain) if alone else 0)) * chance.gauss(1, 0.05)
+        given, seconds = given + tokens, seconds + took
+        ahead.observe(Ran(8, took, guesses, 0.06 * guesses, alone, sequences=8,
+                          tokens=round(tokens), asleep=before == ASLEEP and not alone))
+        alone, guesses = chosen not in (FREE, ASLEEP), max(chosen, 0)
+        found.append(chosen)
+    asleep = 8 / 0.58
+    assert given / seconds > (1.04 if best == HOST else 0.985) * asleep, Counter(found)
+    assert found.count(FREE) < 0.06 * len(found), "ready for nothing"

@@ -7,6 +7,7 @@ import itertools
 import msgspec
 import pytest
 
+from engine.kernels.attention_plan import SHORT
 from engine.proposer import ASLEEP, FREE, HOST
 from speculative.hybrid import Hybrid
 from tests.captured import KnowingChains
@@ -169,3 +170,16 @@ def test_where_every_size_has_the_same_bits_the_prompts_own_step_verifies_it(
     assert [(row.count - row.drafts, row.drafts) for row in ends] == [(9, 16), (61, 16), (4, 16)]
     assert not any(row.pending and row.draft for _, plan in rows for row in plan)
     assert engine.guessing.matched["forced"] >= 3 * 16
+
+
+def test_no_row_of_a_gpu_has_more_drafts_than_leave_it_short(folder):  # noqa: F811
+    """In a longer one a token had other bits than by itself, whatever is asked for."""
+    engine = make_device(folder, KnowingChains({n: [3] * 400 for n in range(9)}, 0, DEVICE), True,
+                         max_drafts=40, max_batch_tokens=96)
+    engine.guessing.host = Hybrid(0.002, piped=True)
+    rows, run = planned(engine), Run(engine)
+    said = run.put(ask(3)).drain().tokens["r3", 0]
+    run.put(msgspec.structs.replace(ask(3), id="again", predicted=said)).drain()
+    assert run.tokens["again", 0] == said
+    longest = max(row.drafts for _, plan in rows for row in plan)
+    assert longest <= SHORT - 1 == engine.guessing._most

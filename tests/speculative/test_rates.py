@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from speculative.rates import ENOUGH, Rates
+from speculative.rates import ENOUGH, RAN, SLEPT, WAITED, Rates
 
 
-def seen(rates: Rates, sequences: int, waited: bool, tokens: int, steps: int = ENOUGH) -> None:
+def seen(rates: Rates, sequences: int, waited: int, tokens: int, steps: int = ENOUGH) -> None:
     for _ in range(steps):
         rates.observe(sequences, waited, tokens, 0.5)
 
@@ -51,3 +51,22 @@ def test_running_ahead_that_gave_nothing_is_worth_less_than_anything() -> None:
     seen(rates, 16, False, 0)
     seen(rates, 16, True, 0)
     assert rates.waiting(16) == math.inf  # as near it
+
+
+def test_the_best_of_running_ahead_is_what_waiting_is_compared_with() -> None:
+    rates = Rates()
+    seen(rates, 8, RAN, 8)
+    seen(rates, 8, WAITED, 12)
+    assert not rates.seen(8, SLEPT) and rates.waiting(8) == pytest.approx(1.5)
+    seen(rates, 8, SLEPT, 10, ENOUGH - 1)
+    assert not rates.seen(8, SLEPT) and rates.waiting(8) == pytest.approx(1.5)
+    seen(rates, 8, SLEPT, 10, 1)
+    assert rates.seen(8, SLEPT) and rates.waiting(8) == pytest.approx(1.2)
+    seen(rates, 8, RAN, 24)  # the machine became quicker
+    assert rates.waiting(8) < 0.8
+    seen(rates, 8, SLEPT, 6, 300)  # and slow: what was quick with the draft is long ago
+    assert rates.waiting(8) > 1.8
+    lone = Rates()  # where nothing is kept ready
+    seen(lone, 8, SLEPT, 10)
+    seen(lone, 8, WAITED, 12)
+    assert lone.waiting(8) == pytest.approx(1.2)
