@@ -36,8 +36,8 @@ def settle(
 
     `logits` [R, vocab] in float32 or bfloat16 are only read; `masks` int32 [M, ceil(vocab / 32)]
     allow id v by bit v % 32 of word v // 32, and are None when no row has one; of a row whose
-    `rows.mask` is ~v only v is allowed.  R and the length of `results.matched` are the bucket's; the
-    real counts are `rows.count` and `rows.groups`.
+    `rows.mask` is ~v only v is allowed.  R and the length of `results.matched` are the bucket's;
+    the real counts are `rows.count` and `rows.groups`.
     """
     count, vocab = logits.shape
     score(logits, rows, slots, masks, scratch, needs.shaped, needs.filters)
