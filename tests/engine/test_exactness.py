@@ -149,8 +149,8 @@ def test_a_wrong_mask_row_is_noticed(folder, truth, monkeypatch):
 
     fill = Masks.fill
 
-    def shifted(self, requests, rows=None, lean=()):
-        masks = fill(self, requests, rows, lean)
+    def shifted(self, requests, *given):
+        masks = fill(self, requests, *given)
         for row, _, drafts in requests:
             if len(drafts) > 1:
                 masks[row + 1] = masks[row]
