@@ -167,8 +167,7 @@ class Ahead:
         """What gave most, and whether a chain nearly does."""
         times = self._rates.waiting(load.rows)
         if times is None or times <= (1.0 if self._waits else GAIN):
-            # To be ready for one costs more than that: it is not, once the other is known.
-            return FREE, times is None or (times > 1 and not self._rates.seen(load.rows, SLEPT))
+            return FREE, times is None  # to be ready for one costs more than it would bring
         found, near = self._best(chances, worth, load, most)
         return max(found, 0), near
 
