@@ -100,7 +100,7 @@ class CudaRunner:
         split = SPLITS[shape.head_dim]
         each = shape.kv_heads * 16 * (shape.head_dim + 2) * 4
         splits, tile = -(-most.max_len // split), short_tile(shape.heads // shape.kv_heads)
-        row = 2 * -(-SHORT // tile) * splits  # of two of the largest short rows: one is two parts
+        row = -(-SHORT // tile) * splits  # of the largest short row: alone it always fits
         tiles = -(-min(most.drafts + 1, SHORT) // tile)
         items = max(row, min(SCRATCH // each, most.rows * tiles * splits))
         copies = self.depth + 2

@@ -199,8 +199,8 @@ def test_a_choice_without_a_legal_token_fails_alone(folder, monkeypatch, depth):
     engine = make(folder, depth=depth)
     fill = type(engine._masks).fill
 
-    def close(self, requests, rows=None, lean=()):
-        masks = fill(self, requests, rows, lean)
+    def close(self, requests, *given):
+        masks = fill(self, requests, *given)
         for row, state, _ in requests:
             if state.steps == 3:
                 masks[row] = 0
@@ -221,8 +221,8 @@ def test_a_failing_choice_takes_its_request_along_and_nothing_else(folder, monke
     engine = make(folder, depth=depth)
     fill = type(engine._masks).fill
 
-    def close(self, requests, rows=None, lean=()):
-        masks = fill(self, requests, rows, lean)
+    def close(self, requests, *given):
+        masks = fill(self, requests, *given)
         if requests and requests[0][1].steps == 4:
             masks[requests[0][0]] = 0
         return masks
