@@ -17,6 +17,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import re
 import signal
 import statistics
@@ -34,7 +35,8 @@ from speculative.train.prompts import conversation
 from tests.bench.h200_serving import ROOT, Clock, free_port, get, served
 
 WORKS = ("calls", "prompts", "chat")
-STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}  # 95 %, by freedom
+STUDENT = dict(enumerate((12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18,
+                          2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09), 1))  # 95 %, by freedom
 SETS = 64  # prompts of load.py that one salt gives
 MOST = 128  # tokens of an answer
 LEAST_S = 8.0  # a pair needs so much
@@ -56,10 +58,13 @@ def module(folder: Path, name: str) -> Any:
 def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]]:
     """Lines for `bench serve --prompts`; each salt gives others."""
     if work == "chat":
-        numbers = (number for number in itertools.count(salt * 1_000_000)
-                   if (one := conversation(number, 0)).held_out and one.domain == "chat")
-        return [{"messages": conversation(number, 0).messages, "max_tokens": MOST,
-                 "more": {"ignore_eos": False}} for number in itertools.islice(numbers, wanted)]
+        asked, first, many = list[Any](), salt * 1_000_000, 4096 + 32 * wanted
+        with multiprocessing.Pool() as pool:  # less than a hundredth of what can be asked fits
+            while len(asked) < wanted:
+                found = pool.map(_held_out, range(first, first + many), chunksize=256)
+                asked, first = asked + [one for one in found if one], first + many
+        return [{"messages": one, "max_tokens": MOST, "more": {"ignore_eos": False}}
+                for one in asked[:wanted]]
     if work == "prompts":
         build = module(loads, "prompts").build
         found = [one for part in range(-(-wanted // SETS))
@@ -69,6 +74,12 @@ def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]
     families = module(loads, "toolcheck").FAMILIES
     asked = [(family, turn) for turn in range(4) for family in families]
     return [_call(*asked[number % len(asked)], salt, number) for number in range(wanted)]
+
+
+def _held_out(number: int) -> list[dict[str, Any]] | None:
+    """The messages of a chat that no head was trained on; None where this number is no such."""
+    one = conversation(number, 0)
+    return one.messages if one.held_out and one.domain == "chat" else None
 
 
 def _call(family: tuple[Any, ...], turn: int, salt: int, number: int) -> dict[str, Any]:
@@ -137,18 +148,18 @@ def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
         yield found
 
 
-def requests_of(clients: int) -> int:
-    """How many requests a run has: a second's or more, for each client some one after another."""
-    return 48 if clients == 1 else max(96, min(10 * clients, 320), 5 * clients)
+def requests_of(clients: int, times: int) -> int:
+    """How many requests a run has: `times` a second's, for each client some one after another."""
+    return times * (48 if clients == 1 else max(96, min(10 * clients, 320), 5 * clients))
 
 
 def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace, clock: Clock
           ) -> list[dict[str, Any]]:
     """The rows of all pairs that the time allows, the order changing from pair to pair."""
-    rows, requests = list[dict[str, Any]](), requests_of(clients)
+    rows, requests = list[dict[str, Any]](), requests_of(clients, given.times)
     file = given.out / "prompts.jsonl"
     for number in range(-1, given.pairs):
-        if clock.left < LEAST_S:
+        if clock.left < LEAST_S * given.times:
             break
         salt = given.salt + 1000 * WORKS.index(work) + 10 * clients + number + 1
         found = lines(work, WARM + requests, salt, given.loads)
@@ -192,6 +203,14 @@ def show(work: str, clients: int, found: dict[str, Any]) -> None:
               i=found["off server_cpu_ms"], j=found["on server_cpu_ms"]), flush=True)
 
 
+def works(text: str) -> list[str]:
+    """The named loads; raise ArgumentTypeError for one that is not known."""
+    found = text.split(",")
+    if not set(found) <= set(WORKS):
+        raise argparse.ArgumentTypeError(f"choose of {', '.join(WORKS)}, not {text!r}")
+    return found
+
+
 def main() -> int:
     """The command: see the head of this file."""
     parser = argparse.ArgumentParser(description=__doc__,
@@ -201,10 +220,13 @@ def main() -> int:
     parser.add_argument("--loads", type=Path, required=True,
                         help="folder of prompts.py and toolcheck.py")
     parser.add_argument("--budget-s", type=float, default=300.0)
-    parser.add_argument("--works", default=",".join(WORKS), type=lambda text: text.split(","))
+    parser.add_argument("--works", default=",".join(WORKS), type=works)
     parser.add_argument("--clients", default="1,8,32,128",
                         type=lambda text: [int(one) for one in text.split(",")])
-    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=4, choices=range(1, len(STUDENT) + 2),
+                        metavar="N")
+    parser.add_argument("--times", type=int, default=1,
+                        help="as many requests a run: short runs of many clients differ by a tenth")
     parser.add_argument("--on", default="auto", help="--speculative-config of the second")
     parser.add_argument("--serve-args", default="", help="of both servers")
     parser.add_argument("--salt", type=int, default=1, help="of the prompts")
