@@ -18,6 +18,7 @@ import importlib.util
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import signal
 import statistics
@@ -133,6 +134,18 @@ class Server:
 
 
 @contextlib.contextmanager
+def bound(apart: int, *, theirs: bool) -> Iterator[None]:
+    """What starts in here keeps to the first `apart` cores (or not `theirs`: to the others)."""
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)
+    os.sched_setaffinity(0, (cores[:apart] if theirs else cores[apart:]) if apart else cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
 def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
     """One without drafts and one with them, both ready."""
     with contextlib.ExitStack() as stack:
@@ -142,7 +155,8 @@ def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
             command = [sys.executable, str(ROOT / "slipstream.py"), "serve", given.model, "--port",
                        str(port), "--speculative-config", config, "--gpu-memory-utilization",
                        SHARES[name], *given.serve_args.split()]
-            process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
+            with bound(given.apart, theirs=True):
+                process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
             found.append(Server(name, f"http://127.0.0.1:{port}", process))
             found[-1].wait(clock)  # one after the other: the second finds the kernels of the first
         yield found
@@ -165,7 +179,8 @@ def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace
         found = lines(work, WARM + requests, salt, given.loads)
         file.write_text("".join(json.dumps(one) + "\n" for one in found))
         for server in both if number % 2 else both[::-1]:
-            row = server.row(file, clients, requests)
+            with bound(given.apart, theirs=False):
+                row = server.row(file, clients, requests)
             if number >= 0:  # the pair before the first warms both
                 rows.append({"work": work, "pair": number, **row})
     return rows
@@ -227,10 +242,15 @@ def main() -> int:
                         metavar="N")
     parser.add_argument("--times", type=int, default=1,
                         help="as many requests a run: short runs of many clients differ by a tenth")
+    parser.add_argument("--apart", type=int, default=0, metavar="CORES",
+                        help="that the servers keep to; clients have the others (0 = all share)")
     parser.add_argument("--on", default="auto", help="--speculative-config of the second")
     parser.add_argument("--serve-args", default="", help="of both servers")
     parser.add_argument("--salt", type=int, default=1, help="of the prompts")
     given = parser.parse_args()
+    if not 0 <= given.apart < len(os.sched_getaffinity(0)):
+        parser.error(f"--apart {given.apart}: one core must be left to the clients, of "
+                     f"{len(os.sched_getaffinity(0))}")
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or its servers would live on
     clock, kept = Clock(given.budget_s), list[dict[str, Any]]()

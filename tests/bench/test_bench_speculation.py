@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 
 import pytest
 
-from tests.bench.bench_speculation import STUDENT, lines, servers, summed
+from tests.bench.bench_speculation import STUDENT, bound, lines, servers, summed
 from tests.bench.h200_serving import Clock
 
 KEYS = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
@@ -35,9 +36,23 @@ def test_questions_are_held_out_and_differ_by_salt(tmp_path):
     assert all(one["more"]["ignore_eos"] is False for one in first)
 
 
+def test_servers_and_clients_can_have_cores_of_their_own():
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out")
+    with bound(1, theirs=True):
+        assert os.sched_getaffinity(0) == {cores[0]}
+    with bound(1, theirs=False):
+        assert os.sched_getaffinity(0) == set(cores[1:])
+    with bound(0, theirs=False):
+        assert sorted(os.sched_getaffinity(0)) == cores
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
 def test_a_server_that_ends_before_it_is_ready_ends_the_wait_at_once(tmp_path):
     start = time.perf_counter()
-    given = argparse.Namespace(model=str(tmp_path / "none"), on="off", out=tmp_path, serve_args="")
+    given = argparse.Namespace(model=str(tmp_path / "none"), on="off", out=tmp_path, serve_args="",
+                               apart=0)
     with pytest.raises(RuntimeError, match=r"off ended with code [1-9]"), \
             servers(given, Clock(300.0)):
         pass
