@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from gateway import serve_bench
+from gateway import processes, serve_bench
 from speculative.train.prompts import conversation
 from tests.bench.h200_serving import ROOT, Clock, free_port, get, served
 
@@ -133,16 +133,12 @@ class Server:
         return {f"{name} {labels}": float(value) for name, labels, value in COUNTED.findall(text)}
 
 
-@contextlib.contextmanager
-def bound(apart: int, *, theirs: bool) -> Iterator[None]:
-    """What starts in here keeps to the first `apart` cores (or not `theirs`: to the others)."""
-    before = os.sched_getaffinity(0)
-    cores = sorted(before)
-    os.sched_setaffinity(0, (cores[:apart] if theirs else cores[apart:]) if apart else cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def keep(server: int, engine: set[int]) -> None:
+    """Bind a server's engine to these cores, the rest of it keeps to ours; ValueError without."""
+    (pid,) = (one for one in processes.children(server)
+              if "engine.server" in processes.command_line(one))
+    for task in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(task), engine)
 
 
 @contextlib.contextmanager
@@ -155,10 +151,11 @@ def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
             command = [sys.executable, str(ROOT / "slipstream.py"), "serve", given.model, "--port",
                        str(port), "--speculative-config", config, "--gpu-memory-utilization",
                        SHARES[name], *given.serve_args.split()]
-            with bound(given.apart, theirs=True):
-                process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
+            process = stack.enter_context(served(command, given.out / f"server-{name}.log"))
             found.append(Server(name, f"http://127.0.0.1:{port}", process))
             found[-1].wait(clock)  # one after the other: the second finds the kernels of the first
+            if given.engine_cores:
+                keep(process.pid, given.engine_cores)
         yield found
 
 
@@ -179,8 +176,7 @@ def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace
         found = lines(work, WARM + requests, salt, given.loads)
         file.write_text("".join(json.dumps(one) + "\n" for one in found))
         for server in both if number % 2 else both[::-1]:
-            with bound(given.apart, theirs=False):
-                row = server.row(file, clients, requests)
+            row = server.row(file, clients, requests)
             if number >= 0:  # the pair before the first warms both
                 rows.append({"work": work, "pair": number, **row})
     return rows
@@ -226,6 +222,15 @@ def works(text: str) -> list[str]:
     return found
 
 
+def cores(text: str) -> set[int]:
+    """Numbers of cores; raise ArgumentTypeError unless there are such, and others."""
+    found, ours = {int(one) for one in text.split(",")}, os.sched_getaffinity(0)
+    if not found < ours:
+        raise argparse.ArgumentTypeError(
+            f"choose some of {sorted(ours)}, but not all; {text!r} was given")
+    return found
+
+
 def main() -> int:
     """The command: see the head of this file."""
     parser = argparse.ArgumentParser(description=__doc__,
@@ -242,15 +247,14 @@ def main() -> int:
                         metavar="N")
     parser.add_argument("--times", type=int, default=1,
                         help="as many requests a run: short runs of many clients differ by a tenth")
-    parser.add_argument("--apart", type=int, default=0, metavar="CORES",
-                        help="that the servers keep to; clients have the others (0 = all share)")
+    parser.add_argument("--engine-cores", default=set(), type=cores, metavar="0,1",
+                        help="for the engines alone; beside others chance has it how slow they are")
     parser.add_argument("--on", default="auto", help="--speculative-config of the second")
     parser.add_argument("--serve-args", default="", help="of both servers")
     parser.add_argument("--salt", type=int, default=1, help="of the prompts")
     given = parser.parse_args()
-    if not 0 <= given.apart < len(os.sched_getaffinity(0)):
-        parser.error(f"--apart {given.apart}: one core must be left to the clients, of "
-                     f"{len(os.sched_getaffinity(0))}")
+    if given.engine_cores:
+        os.sched_setaffinity(0, os.sched_getaffinity(0) - given.engine_cores)
     given.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or its servers would live on
     clock, kept = Clock(given.budget_s), list[dict[str, Any]]()

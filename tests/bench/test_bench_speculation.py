@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.bench.bench_speculation import STUDENT, bound, lines, servers, summed
+from gateway import processes
+from tests.bench.bench_speculation import STUDENT, cores, keep, lines, servers, summed
 from tests.bench.h200_serving import Clock
 
 KEYS = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
@@ -36,23 +40,37 @@ def test_questions_are_held_out_and_differ_by_salt(tmp_path):
     assert all(one["more"]["ignore_eos"] is False for one in first)
 
 
-def test_servers_and_clients_can_have_cores_of_their_own():
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
+def test_an_engine_can_have_cores_of_its_own():
+    ours = sorted(os.sched_getaffinity(0))
+    if len(ours) < 2:
         pytest.skip("one core cannot be shared out")
-    with bound(1, theirs=True):
-        assert os.sched_getaffinity(0) == {cores[0]}
-    with bound(1, theirs=False):
-        assert os.sched_getaffinity(0) == set(cores[1:])
-    with bound(0, theirs=False):
-        assert sorted(os.sched_getaffinity(0)) == cores
-    assert sorted(os.sched_getaffinity(0)) == cores
+    assert cores(str(ours[0])) == {ours[0]}
+    for bad in (",".join(map(str, ours)), str(ours[-1] + 1)):
+        with pytest.raises(argparse.ArgumentTypeError, match="but not all"):
+            cores(bad)
+    sleep = "import sys, time; print('up', flush=True); time.sleep(60)"
+    starts = f"""import subprocess, sys
+for name in ("engine.server", "worker"):
+    one = subprocess.Popen([sys.executable, "-c", {sleep!r}, name], stdout=subprocess.PIPE)
+    one.stdout.readline()
+print("up", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"up\n"
+        kept = {processes.command_line(pid)[-1]: pid for pid in processes.children(server.pid)}
+        keep(server.pid, {ours[0]})
+        found = {name: sorted(os.sched_getaffinity(pid)) for name, pid in kept.items()}
+        for pid in kept.values():
+            os.kill(pid, signal.SIGKILL)
+    assert found == {"engine.server": ours[:1], "worker": ours}
 
 
 def test_a_server_that_ends_before_it_is_ready_ends_the_wait_at_once(tmp_path):
     start = time.perf_counter()
     given = argparse.Namespace(model=str(tmp_path / "none"), on="off", out=tmp_path, serve_args="",
-                               apart=0)
+                               engine_cores=set())
     with pytest.raises(RuntimeError, match=r"off ended with code [1-9]"), \
             servers(given, Clock(300.0)):
         pass
