@@ -6,7 +6,8 @@
 Both stay up side by side; a pair is the same requests to one, then to the other, and pairs change
 their order, so an even number is fair.  calls: forced tool calls over the schemas of toolcheck.py.
 prompts: those of load.py, with no end token.  chat: questions that no trained head has seen.  All
-greedy.  The ratio is the mean over pairs, with a 95 % interval by Student's t.
+greedy.  The ratio is the mean over pairs, with a 95 % interval by Student's t; with --engine-cores
+once more over the pairs during which nobody else slowed those cores, as a loop around each run saw.
 OUT/speculation.json keeps every row.
 """
 
@@ -31,8 +32,9 @@ from typing import Any
 
 import msgspec
 
-from gateway import processes, serve_bench
+from gateway import serve_bench
 from speculative.train.prompts import conversation
+from tests.bench.cores import cores, keep, slow
 from tests.bench.h200_serving import ROOT, Clock, free_port, get, served
 
 WORKS = ("calls", "prompts", "chat")
@@ -44,6 +46,7 @@ LEAST_S = 8.0  # a pair needs so much
 # Of a card's memory that may be in use when a server has its own; both lie on one.
 SHARES = {"off": "0.45", "on": "0.9"}
 WARM = 8  # requests before each run: a device that idled is slow for a while, and so is its host
+QUIET = 1.15  # times the fastest that the engines' cores were seen: above it others shared them
 COUNTED = re.compile(r'^(slipstream:(?:draft|accepted)\w*)\{([^}]*)\} ([0-9.e+]+)$', re.M)
 
 
@@ -133,14 +136,6 @@ class Server:
         return {f"{name} {labels}": float(value) for name, labels, value in COUNTED.findall(text)}
 
 
-def keep(server: int, engine: set[int]) -> None:
-    """Bind a server's engine to these cores, the rest of it keeps to ours; ValueError without."""
-    (pid,) = (one for one in processes.children(server)
-              if "engine.server" in processes.command_line(one))
-    for task in os.listdir(f"/proc/{pid}/task"):
-        os.sched_setaffinity(int(task), engine)
-
-
 @contextlib.contextmanager
 def servers(given: argparse.Namespace, clock: Clock) -> Iterator[list[Server]]:
     """One without drafts and one with them, both ready."""
@@ -176,7 +171,9 @@ def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace
         found = lines(work, WARM + requests, salt, given.loads)
         file.write_text("".join(json.dumps(one) + "\n" for one in found))
         for server in both if number % 2 else both[::-1]:
+            before = slow(given.engine_cores)
             row = server.row(file, clients, requests)
+            row["slow"] = max(before, slow(given.engine_cores))
             if number >= 0:  # the pair before the first warms both
                 rows.append({"work": work, "pair": number, **row})
     return rows
@@ -187,8 +184,9 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     side = {name: [row for row in rows if row["server"] == name] for name in ("off", "on")}
     ratios = [b["output_tok_s"] / a["output_tok_s"]
               for a, b in zip(side["off"], side["on"], strict=True)]
-    spread = (STUDENT[len(ratios) - 1] * statistics.stdev(ratios) / len(ratios) ** 0.5
-              if len(ratios) > 1 else float("nan"))
+    limit = QUIET * min(row.get("slow", 0.0) for row in rows)
+    quiet = [ratio for ratio, a, b in zip(ratios, side["off"], side["on"], strict=True)
+             if max(a.get("slow", 0.0), b.get("slow", 0.0)) <= limit]
     keys = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
             "server_cpu_ms", "errors")
     means = {f"{name} {key}": statistics.fmean(row[key] for row in side[name])
@@ -197,8 +195,19 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in side["on"]:
         for name, value in row["drafts"].items():
             drafts[name] = drafts.get(name, 0.0) + value
-    return {"ratio": statistics.fmean(ratios), "spread": spread, "pairs": len(ratios),
-            "drafts": drafts, **means}
+    ratio, spread = mean(ratios)
+    found = {"ratio": ratio, "spread": spread, "pairs": len(ratios), "drafts": drafts, **means}
+    if len(quiet) < len(ratios):
+        found["quiet"] = (*mean(quiet), len(quiet))
+    return found
+
+
+def mean(ratios: list[float]) -> tuple[float, float]:
+    """The mean and its 95 % interval, each NaN where there are too few."""
+    if len(ratios) < 2:
+        return (ratios or [float("nan")])[0], float("nan")
+    half = STUDENT[len(ratios) - 1] * statistics.stdev(ratios) / len(ratios) ** 0.5
+    return statistics.fmean(ratios), half
 
 
 def show(work: str, clients: int, found: dict[str, Any]) -> None:
@@ -212,6 +221,9 @@ def show(work: str, clients: int, found: dict[str, Any]) -> None:
               e=found["off ttft_p50_ms"], f=found["on ttft_p50_ms"],
               g=found["off itl_p99_ms"], h=found["on itl_p99_ms"],
               i=found["off server_cpu_ms"], j=found["on server_cpu_ms"]), flush=True)
+    if "quiet" in found:
+        print("               {:.2f}x +- {:.2f} in the {} pairs in which the engines' cores were "
+              "quiet".format(*found["quiet"]), flush=True)
 
 
 def works(text: str) -> list[str]:
@@ -219,15 +231,6 @@ def works(text: str) -> list[str]:
     found = text.split(",")
     if not set(found) <= set(WORKS):
         raise argparse.ArgumentTypeError(f"choose of {', '.join(WORKS)}, not {text!r}")
-    return found
-
-
-def cores(text: str) -> set[int]:
-    """Numbers of cores; raise ArgumentTypeError unless there are such, and others."""
-    found, ours = {int(one) for one in text.split(",")}, os.sched_getaffinity(0)
-    if not found < ours:
-        raise argparse.ArgumentTypeError(
-            f"choose some of {sorted(ours)}, but not all; {text!r} was given")
     return found
 
 

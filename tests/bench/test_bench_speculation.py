@@ -12,7 +12,8 @@ import time
 import pytest
 
 from gateway import processes
-from tests.bench.bench_speculation import STUDENT, cores, keep, lines, servers, summed
+from tests.bench.bench_speculation import STUDENT, lines, servers, summed
+from tests.bench.cores import cores, keep, slow
 from tests.bench.h200_serving import Clock
 
 KEYS = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
@@ -31,6 +32,38 @@ def test_the_ratio_is_the_mean_of_pairs_and_not_of_sums():
     assert found["spread"] == pytest.approx(STUDENT[1] * 2**0.5 / 2**0.5)  # ratios 2 and 4
     assert found["drafts"] == {"forced": 7.0}
     assert found["on output_tok_s"] == 210.0
+
+
+def test_pairs_of_which_others_slowed_a_run_are_told_apart():
+    rows = [row("off", 10.0), row("on", 10.0), row("on", 22.0), row("off", 20.0),
+            row("off", 10.0), row("on", 6.0)]
+    assert "quiet" not in summed(rows)
+    for one, seconds in zip(rows, (1.0, 1.1, 1.0, 1.14, 1.0, 1.7), strict=True):
+        one["slow"] = seconds
+    found = summed(rows)
+    assert found["ratio"] == pytest.approx(0.9) and found["pairs"] == 3
+    assert found["quiet"] == (pytest.approx(1.05), pytest.approx(STUDENT[1] * 0.05), 2)
+    for one in rows[2:]:
+        one["slow"] = 9.0
+    assert summed(rows)["quiet"][::2] == (1.0, 1)
+
+
+def test_a_core_that_somebody_else_uses_is_slow():
+    ours = os.sched_getaffinity(0)
+    core = min(ours)
+    assert slow(set()) == 0.0
+    spins = f"import os; os.sched_setaffinity(0, {{{core}}}); print('up', flush=True)\nwhile 1: pass"
+    alone, beside = [], []
+    with subprocess.Popen([sys.executable, "-c", spins], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"up\n"
+        for _ in range(5):  # in turns: this machine's speed changes, too
+            beside.append(slow({core}))
+            other.send_signal(signal.SIGSTOP)
+            alone.append(slow({core}))
+            other.send_signal(signal.SIGCONT)
+        other.kill()
+    assert max(beside) > 1.3 * min(alone) > 0
+    assert os.sched_getaffinity(0) == ours
 
 
 def test_questions_are_held_out_and_differ_by_salt(tmp_path):
