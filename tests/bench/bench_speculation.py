@@ -26,7 +26,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,9 @@ def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]
     """Lines for `bench serve --prompts`; each salt gives others."""
     if work == "chat":
         asked, first, many = list[Any](), salt * 1_000_000, 4096 + 32 * wanted
-        with multiprocessing.Pool() as pool:  # less than a hundredth of what can be asked fits
+        with _mapping(wanted) as mapped:  # less than a hundredth of what can be asked fits
             while len(asked) < wanted:
-                found = pool.map(_held_out, range(first, first + many), chunksize=256)
+                found = mapped(_held_out, range(first, first + many))
                 asked, first = asked + [one for one in found if one], first + many
         return [{"messages": one, "max_tokens": MOST, "more": {"ignore_eos": False}}
                 for one in asked[:wanted]]
@@ -78,6 +80,16 @@ def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]
     families = module(loads, "toolcheck").FAMILIES
     asked = [(family, turn) for turn in range(4) for family in families]
     return [_call(*asked[number % len(asked)], salt, number) for number in range(wanted)]
+
+
+@contextlib.contextmanager
+def _mapping(wanted: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """`map`, for many on all cores.  Processes are spawned: a fork of one with threads may hang."""
+    if wanted <= SETS:
+        yield map
+        return
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield partial(pool.map, chunksize=256)
 
 
 def _held_out(number: int) -> list[dict[str, Any]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from gateway import processes
 from tests.bench.bench_speculation import STUDENT, lines, servers, summed
 from tests.bench.cores import cores, keep, slow
-from tests.bench.h200_serving import Clock
+from tests.bench.h200_serving import ROOT, Clock
 
 KEYS = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
         "server_cpu_ms", "errors")
@@ -71,6 +72,15 @@ def test_questions_are_held_out_and_differ_by_salt(tmp_path):
     assert len(first) == 3 and not [one for one in first if one in other]
     assert all(one["messages"][-1]["role"] == "user" for one in first)
     assert all(one["more"]["ignore_eos"] is False for one in first)
+
+
+def test_many_questions_are_found_by_several_processes_and_are_the_same(tmp_path):
+    asks = ("import sys; from pathlib import Path; from tests.bench.bench_speculation import lines;"
+            "import json; print(json.dumps(lines('chat', 66, 1, Path('.'))[::22]))")
+    done = subprocess.run([sys.executable, "-c", asks], cwd=ROOT, capture_output=True, timeout=300,
+                          check=True)
+    alone = json.dumps(lines("chat", 64, 1, tmp_path)[::22])
+    assert json.loads(done.stdout) == json.loads(alone)
 
 
 def test_an_engine_can_have_cores_of_its_own():

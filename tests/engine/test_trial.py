@@ -187,11 +187,15 @@ def test_a_fork_holds_no_socket_of_another_job(trial) -> None:
         second = pool.submit(trial.ask, job(**(SLOW | {"minimum": 1})))
         until(lambda: len(forks(trial)) == 2)
         (other,) = (one for one in forks(trial) if one.pid != fork.pid)
-        other.suspend()
-        # Its own, and both ends of what wakes the process.
-        links = [os.readlink(one) for one in Path(f"/proc/{other.pid}/fd").iterdir()]
-        other.resume()
-        assert sum(link.startswith("socket:") for link in links) == 3
+
+        def sockets() -> int:
+            other.suspend()
+            links = [os.readlink(one) for one in Path(f"/proc/{other.pid}/fd").iterdir()]
+            other.resume()
+            return sum(link.startswith("socket:") for link in links)
+
+        # Its own, and both ends of what wakes the process, once it has closed the others.
+        until(lambda: sockets() == 3)
         trial.close()
         assert isinstance(second.exception(trials.WALL_S), Unavailable)
 
