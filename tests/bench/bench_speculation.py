@@ -260,8 +260,7 @@ def main() -> int:
                         type=lambda text: [int(one) for one in text.split(",")])
     parser.add_argument("--pairs", type=int, default=4, choices=range(1, len(STUDENT) + 2),
                         metavar="N")
-    parser.add_argument("--times", type=int, default=1,
-                        help="as many requests a run: short runs of many clients differ by a tenth")
+    parser.add_argument("--times", type=int, default=1, help="as many requests a run")
     parser.add_argument("--engine-cores", default=set(), type=cores, metavar="0,1",
                         help="for the engines alone; beside others chance has it how slow they are")
     parser.add_argument("--on", default="auto", help="--speculative-config of the second")
