@@ -68,11 +68,19 @@ def held_out(text: str) -> bool:
     return xxhash.xxh3_64_intdigest(text.encode()) % HELD == 0
 
 
+def kind(number: int, seed: int) -> tuple[bool, str]:
+    """Whether conversation `number` of a run is held out, and its domain; 10 us, not 170."""
+    return _kind(Random(f"conversation {seed} {number}"))
+
+
+def _kind(draw: Random) -> tuple[bool, str]:
+    return draw.randrange(HELD) == 0, draw.choices(DOMAINS, SHARES)[0]
+
+
 def conversation(number: int, seed: int) -> Conversation:
     """Conversation `number` of a run."""
     draw = Random(f"conversation {seed} {number}")
-    held = draw.randrange(HELD) == 0
-    domain = draw.choices(DOMAINS, SHARES)[0]
+    held, domain = _kind(draw)
     temperature = TEMPERATURES[number % 3]
     own = (seed & 0x7FFFFFFF) << 32 | number
     if domain == "chat":

@@ -7,7 +7,7 @@ Both stay up side by side; a pair is the same requests to one, then to the other
 their order, so an even number is fair.  calls: forced tool calls over the schemas of toolcheck.py.
 prompts: those of load.py, with no end token.  chat: questions that no trained head has seen.  All
 greedy.  The ratio is the mean over pairs, with a 95 % interval by Student's t; with --engine-cores
-once more over the pairs during which nobody else slowed those cores, as a loop around each run saw.
+once more where those cores were as slow for both sides, by a line through the pairs (cores.Watch).
 OUT/speculation.json keeps every row.
 """
 
@@ -18,7 +18,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import multiprocessing
+import math
 import os
 import re
 import signal
@@ -26,29 +26,25 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from gateway import serve_bench
-from speculative.train.prompts import conversation
-from tests.bench.cores import cores, keep, slow
+from speculative.train.prompts import conversation, kind
+from tests.bench.cores import Watch, cores, keep
 from tests.bench.h200_serving import ROOT, Clock, free_port, get, served
 
 WORKS = ("calls", "prompts", "chat")
-STUDENT = dict(enumerate((12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18,
-                          2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09), 1))  # 95 %, by freedom
+STUDENT = dict(enumerate((12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23), 1))
 SETS = 64  # prompts of load.py that one salt gives
 MOST = 128  # tokens of an answer
 LEAST_S = 8.0  # a pair needs so much
 # Of a card's memory that may be in use when a server has its own; both lie on one.
 SHARES = {"off": "0.45", "on": "0.9"}
 WARM = 8  # requests before each run: a device that idled is slow for a while, and so is its host
-QUIET = 1.15  # times the fastest that the engines' cores were seen: above it others shared them
 COUNTED = re.compile(r'^(slipstream:(?:draft|accepted)\w*)\{([^}]*)\} ([0-9.e+]+)$', re.M)
 
 
@@ -64,13 +60,11 @@ def module(folder: Path, name: str) -> Any:
 def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]]:
     """Lines for `bench serve --prompts`; each salt gives others."""
     if work == "chat":
-        asked, first, many = list[Any](), salt * 1_000_000, 4096 + 32 * wanted
-        with _mapping(wanted) as mapped:  # less than a hundredth of what can be asked fits
-            while len(asked) < wanted:
-                found = mapped(_held_out, range(first, first + many))
-                asked, first = asked + [one for one in found if one], first + many
+        held = (number for number in itertools.count(salt * 1_000_000)
+                if kind(number, 0) == (True, "chat"))  # a hundredth of all
+        asked = [conversation(number, 0).messages for number in itertools.islice(held, wanted)]
         return [{"messages": one, "max_tokens": MOST, "more": {"ignore_eos": False}}
-                for one in asked[:wanted]]
+                for one in asked]
     if work == "prompts":
         build = module(loads, "prompts").build
         found = [one for part in range(-(-wanted // SETS))
@@ -80,22 +74,6 @@ def lines(work: str, wanted: int, salt: int, loads: Path) -> list[dict[str, Any]
     families = module(loads, "toolcheck").FAMILIES
     asked = [(family, turn) for turn in range(4) for family in families]
     return [_call(*asked[number % len(asked)], salt, number) for number in range(wanted)]
-
-
-@contextlib.contextmanager
-def _mapping(wanted: int) -> Iterator[Callable[..., Iterator[Any]]]:
-    """`map`, for many on all cores.  Processes are spawned: a fork of one with threads may hang."""
-    if wanted <= SETS:
-        yield map
-        return
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield partial(pool.map, chunksize=256)
-
-
-def _held_out(number: int) -> list[dict[str, Any]] | None:
-    """The messages of a chat that no head was trained on; None where this number is no such."""
-    one = conversation(number, 0)
-    return one.messages if one.held_out and one.domain == "chat" else None
 
 
 def _call(family: tuple[Any, ...], turn: int, salt: int, number: int) -> dict[str, Any]:
@@ -183,9 +161,8 @@ def pairs(both: list[Server], work: str, clients: int, given: argparse.Namespace
         found = lines(work, WARM + requests, salt, given.loads)
         file.write_text("".join(json.dumps(one) + "\n" for one in found))
         for server in both if number % 2 else both[::-1]:
-            before = slow(given.engine_cores)
-            row = server.row(file, clients, requests)
-            row["slow"] = max(before, slow(given.engine_cores))
+            with Watch(given.engine_cores) as watch:
+                row = {**server.row(file, clients, requests), "slow": watch.mean}
             if number >= 0:  # the pair before the first warms both
                 rows.append({"work": work, "pair": number, **row})
     return rows
@@ -196,9 +173,6 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     side = {name: [row for row in rows if row["server"] == name] for name in ("off", "on")}
     ratios = [b["output_tok_s"] / a["output_tok_s"]
               for a, b in zip(side["off"], side["on"], strict=True)]
-    limit = QUIET * min(row.get("slow", 0.0) for row in rows)
-    quiet = [ratio for ratio, a, b in zip(ratios, side["off"], side["on"], strict=True)
-             if max(a.get("slow", 0.0), b.get("slow", 0.0)) <= limit]
     keys = ("output_tok_s", "tpot_mean_ms", "ttft_p50_ms", "itl_p99_ms", "gap_p99_ms",
             "server_cpu_ms", "errors")
     means = {f"{name} {key}": statistics.fmean(row[key] for row in side[name])
@@ -209,17 +183,41 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
             drafts[name] = drafts.get(name, 0.0) + value
     ratio, spread = mean(ratios)
     found = {"ratio": ratio, "spread": spread, "pairs": len(ratios), "drafts": drafts, **means}
-    if len(quiet) < len(ratios):
-        found["quiet"] = (*mean(quiet), len(quiet))
+    slower = [math.log(b["slow"] / a["slow"])
+              for a, b in zip(side["off"], side["on"], strict=True) if a.get("slow")]
+    if len(slower) > 2:
+        found["level"] = level(ratios, slower)
     return found
+
+
+def student(freedom: int) -> float:
+    """The 97.5 % point of Student's t; beyond the table by Fisher and Cornish (1960), +- 0.001."""
+    z = 1.959964
+    return STUDENT.get(freedom) or (z + (z**3 + z) / (4 * freedom)
+                                    + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2))
 
 
 def mean(ratios: list[float]) -> tuple[float, float]:
     """The mean and its 95 % interval, each NaN where there are too few."""
     if len(ratios) < 2:
         return (ratios or [float("nan")])[0], float("nan")
-    half = STUDENT[len(ratios) - 1] * statistics.stdev(ratios) / len(ratios) ** 0.5
+    half = student(len(ratios) - 1) * statistics.stdev(ratios) / len(ratios) ** 0.5
     return statistics.fmean(ratios), half
+
+
+def level(ratios: list[float], slower: list[float]) -> tuple[float, float]:
+    """The ratio where both sides' cores were as slow, and its 95 % interval, by a fitted line.
+
+    slower: logarithms of how much slower the cores were in a pair's second side than in its first
+    (analysis of covariance: Fisher, Statistical Methods for Research Workers, 1932).
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    slope, at_zero = statistics.linear_regression(slower, logs)
+    left = sum((y - at_zero - slope * x) ** 2 for x, y in zip(slower, logs, strict=True))
+    centre, freedom = statistics.fmean(slower), len(logs) - 2
+    within = sum((x - centre) ** 2 for x in slower)
+    error = (left / freedom * (1 / len(logs) + centre**2 / within)) ** 0.5
+    return math.exp(at_zero), math.exp(at_zero) * student(freedom) * error
 
 
 def show(work: str, clients: int, found: dict[str, Any]) -> None:
@@ -233,9 +231,9 @@ def show(work: str, clients: int, found: dict[str, Any]) -> None:
               e=found["off ttft_p50_ms"], f=found["on ttft_p50_ms"],
               g=found["off itl_p99_ms"], h=found["on itl_p99_ms"],
               i=found["off server_cpu_ms"], j=found["on server_cpu_ms"]), flush=True)
-    if "quiet" in found:
-        print("               {:.2f}x +- {:.2f} in the {} pairs in which the engines' cores were "
-              "quiet".format(*found["quiet"]), flush=True)
+    if "level" in found:
+        print("               {:.3f}x +- {:.3f} where the engines' cores were as slow for both"
+              .format(*found["level"]), flush=True)
 
 
 def works(text: str) -> list[str]:
@@ -258,8 +256,7 @@ def main() -> int:
     parser.add_argument("--works", default=",".join(WORKS), type=works)
     parser.add_argument("--clients", default="1,8,32,128",
                         type=lambda text: [int(one) for one in text.split(",")])
-    parser.add_argument("--pairs", type=int, default=4, choices=range(1, len(STUDENT) + 2),
-                        metavar="N")
+    parser.add_argument("--pairs", type=int, default=4, metavar="N")
     parser.add_argument("--times", type=int, default=1, help="as many requests a run")
     parser.add_argument("--engine-cores", default=set(), type=cores, metavar="0,1",
                         help="for the engines alone; beside others chance has it how slow they are")

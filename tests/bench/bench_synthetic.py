@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.messages import Sampling, Step, Submit
 from engine.proposer import Draft, Key, Turn
-from tests.bench.bench_speculation import STUDENT
+from tests.bench.bench_speculation import student
 from tests.proposers import OneByOne
 
 Texts = dict[Key, list[int]]
@@ -117,7 +117,7 @@ def of_batch(engine: Engine, batch: int, given: argparse.Namespace) -> str:
         if number >= 0:
             pairs.append((off, behind))
             ratios.append(behind.rate / off.rate)
-    spread = (STUDENT[len(ratios) - 1] * statistics.stdev(ratios) / len(ratios) ** 0.5
+    spread = (student(len(ratios) - 1) * statistics.stdev(ratios) / len(ratios) ** 0.5
               if len(ratios) > 1 else float("nan"))
     off, behind = pairs[-1]
     differ = sum(known[key] != one.texts[key] for pair in pairs for one in pair for key in known)
