@@ -20,7 +20,7 @@ import torch
 from msgspec.structs import replace
 
 from engine import outs
-from engine.accept import Accepted, accept, ending
+from engine.accept import Accepted, accept
 from engine.build import build
 from engine.cuda.buckets import sizes
 from engine.cycles import Cycles
@@ -282,16 +282,20 @@ class Engine:
         gained: list[Out] = []
         failed: dict[str, Failed] = {}
         unsound: list[Block] = []  # NaN in KV would fail every request that finds it
-        at = 0
+        scheduler, at, lone = self.scheduler, 0, 0
         alone = not flight.logprobs  # tokens are all that the step gave
         for row, drawn in zip(flight.plan.rows, flight.drawn, strict=True):
             seq = row.seq
-            if seq.gone or row.vain:
-                self.scheduler.wasted += 1
+            if seq.gone or row.replaced != seq.replaced:  # as Row.vain says
+                scheduler.wasted += 1
             elif not row.last:
-                self.scheduler.commit(row, None)
-            elif alone and seq.free and not seq.draft and drawn[0] >= 0:
-                gained.append(self._gain_one(row, drawn[0]))
+                scheduler.commit(row, None)
+            elif alone and seq.free and not seq.draft and (token := drawn[0]) >= 0:
+                finish = scheduler.commit_one(row, token)
+                gained.append(outs.of_one(seq, token, finish))
+                lone += 1
+                if finish:
+                    self._forget(seq)
             else:
                 accepted = accept(drawn, row.draft, seq.end(lean=self._is_lean(row)))
                 found = flight.logprobs[at : at + len(accepted.tokens)] if flight.logprobs else ()
@@ -308,6 +312,7 @@ class Engine:
                     unsound += held if failure.code == "model_failed" else ()
                     self._compiler.forget(seq.submit.grammar)
             at += len(drawn)
+        self._generated += lone
         self._number += 1
         replies: list[ToGateway] = [Step(self._number, gained)] if gained else []
         for request, failure in failed.items():  # only now: its other choices had rows of this step
@@ -337,16 +342,6 @@ class Engine:
         if seq.finish:
             self._forget(seq)
         return outs.of_run(seq, accepted, logprobs, overflow)
-
-    def _gain_one(self, row: Row, token: int) -> Out:
-        """The same for a row without a draft, of a sequence that nothing but its ends follows."""
-        seq = row.seq
-        finish = ending(token, seq.stop_ids, seq.most - len(seq.tokens) - 1)
-        self._generated += 1
-        self.scheduler.commit_one(row, token, finish)
-        if finish:
-            self._forget(seq)
-        return outs.of_one(seq, token, finish)
 
     def _forget(self, seq: Sequence) -> None:
         """A sequence is over: take it out everywhere."""

@@ -23,13 +23,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from cache.blocks import OutOfBlocks
+from engine.accept import Accepted, ending
 from engine.plan import Plan, Row
 from engine.publish import publish, publish_tail
 
 if TYPE_CHECKING:
     from cache.blocks import Block, BlockPool
     from cache.sessions import SessionTable
-    from engine.accept import Accepted
     from engine.config import ResolvedConfig
     from engine.pace import Pace
     from engine.sequence import Sequence
@@ -322,18 +322,19 @@ class Scheduler:
             self._fork(seq)
         seq.finish = accepted.finish
 
-    def commit_one(self, row: Row, token: int, finish: str) -> None:
-        """The same for a row without a draft that gave a token: most rows of most steps."""
+    def commit_one(self, row: Row, token: int) -> str:
+        """The same for a free sequence without a draft, as most rows are; return its `finish`."""
         seq = row.seq
-        assert not seq.gone, f"a result of {seq.key} is booked after its end"
         seq.flying -= row.count
         seq.pending -= 1
-        seq.computed = len(seq.tokens)
+        computed = seq.computed = len(seq.tokens)
         seq.tokens.append(token)
-        self._publish(seq)
+        if (len(seq.keys) + 1) * self.pool.size <= computed:
+            self._publish(seq)
         if seq.siblings:
             self._fork(seq)
-        seq.finish = finish
+        seq.finish = ending(token, seq.stop_ids, seq.most - computed - 1)
+        return seq.finish
 
     def _publish(self, seq: Sequence) -> None:
         if (len(seq.keys) + 1) * self.pool.size <= seq.computed and self.config.prefix_caching:

@@ -69,6 +69,7 @@ class Sequence:
     most: int = field(init=False)  # tokens of prompt and output that max_tokens allows
     order: tuple[int, float, int] = field(init=False)  # who goes first; from the end, who yields
     greedy: bool = field(init=False)  # the largest logit wins
+    free: bool = field(init=False)  # no grammar and no history have to be told what it says
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.submit.stop_ids)
@@ -77,11 +78,7 @@ class Sequence:
         self.most = self.prompt_len + self.submit.max_tokens
         self.order = self.submit.priority, self.rank, self.index
         self.greedy = self.submit.sampling.temperature <= 0
-
-    @property
-    def free(self) -> bool:
-        """No grammar and no history have to be told what it says."""
-        return self.grammar is None and self.history is None
+        self.free = self.grammar is None and self.history is None
 
     @property
     def sampling(self) -> Sampling:
