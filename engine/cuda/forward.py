@@ -21,8 +21,10 @@ from engine.cuda.plain import Plain, Written
 from engine.kernels.attention_meta import AttentionMeta
 from engine.kernels.attention_plan import (
     FEW,
+    LISTED,
     SHORT,
     TILES,
+    few_chunks,
     few_short,
     fill_chunks,
     fill_short,
@@ -149,8 +151,11 @@ class Forward:
                 self._fill_even(at, splits)
         else:
             rows, places = _parted(rows, places)
-            fill = self._fill_few if len(rows) <= FEW else self._fill_lists
-            chunks = fill(at, rows, count)
+            first = plain.count if len(rows) > FEW else 0
+            if len(rows) - first <= LISTED:
+                chunks = self._fill_few(at, rows[first:], plain.starts[:first], count)
+            else:
+                chunks = self._fill_lists(at, rows, count)
         self._written.note(number, key)
         self._fill_plain(at, plain)
         if not plain.whole:
@@ -194,7 +199,7 @@ class Forward:
         many = len(rows)
         starts = np.array([row.start for row in rows], dtype=np.int32)
         counts = np.array([row.count for row in rows], dtype=np.int32)
-        self._check_items(starts, counts, at["short_items"].shape[1])
+        self._check_items(at, starts, counts)
         self._clear(at, count, many)
         at["count"][:many] = counts
         np.cumsum(counts, out=at["first"][:many])
@@ -208,35 +213,45 @@ class Forward:
 
     def _fill_even(self, at: dict[str, Ints], splits: Ints) -> None:
         """The same of rows with one token each; `splits` [S] are their numbers of items."""
-        items, many = at["short_items"], len(splits)
-        total = int(splits.sum())
-        if total > items.shape[1]:
-            raise StepTooLarge(f"{total} attention splits; there is room for {items.shape[1]}")
+        many, total = len(splits), int(splits.sum())
+        self._check_room(at, total)
         self._clear(at, many, many)
-        at["count"][:many], at["first"][:many] = 1, self._numbers[:many]
-        items[0, :total] = (self._numbers[:many] * TILES).repeat(splits)
-        items[1, :total] = ramps(splits) if total > many else 0
+        self._even(at, splits, total)
         at["short_total"][0], at["chunk_total"][0] = total, 0
 
-    def _fill_few(self, at: dict[str, Ints], rows: list[Row], count: int) -> bool:
-        """The same of a few rows, where numpy's calls would take longer than loops."""
+    def _even(self, at: dict[str, Ints], splits: Ints, total: int) -> None:
+        """Count, place and items of the first rows, which have one token each."""
+        items, many = at["short_items"], len(splits)
+        at["count"][:many], at["first"][:many] = 1, self._numbers[:many]
+        tiles = self._numbers[:many] * TILES
+        items[0, :total] = tiles.repeat(splits) if total > many else tiles
+        items[1, :total] = ramps(splits) if total > many else 0
+
+    def _fill_few(self, at: dict[str, Ints], rows: list[Row], even: Ints, count: int) -> bool:
+        """The same of a few rows, where numpy's calls would take longer than loops.
+
+        Before them come rows of one token each, which begin at `even`.
+        """
         starts, counts = [row.start for row in rows], [row.count for row in rows]
-        items = at["short_items"]
-        tiles, splits = few_short(starts, counts, tile=self._tile, split=self.limits.split)
-        wanted, room, many = len(tiles), items.shape[1], len(rows)
-        if wanted > room:
-            raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
+        first, many, splits = len(even), len(even) + len(rows), even // self.limits.split + 1
+        tiles, own = few_short(starts, counts, tile=self._tile, split=self.limits.split,
+                               first=first)
+        begin = int(splits.sum())
+        total = begin + len(tiles)
+        self._check_room(at, total)
         self._clear(at, count, many)
-        at["count"][:many] = counts
-        at["first"][:many] = [0, *accumulate(counts[:-1])]
-        items[0, :wanted], items[1, :wanted] = tiles, splits
-        at["short_total"][0] = wanted
-        chunks = 0
-        if max(counts) > SHORT:
-            chunks = fill_chunks(np.array(starts, dtype=np.int32), np.array(counts, dtype=np.int32),
-                                 at["chunk_items"], tile=self._chunk_tile)
-        at["chunk_total"][0] = chunks
-        return chunks > 0
+        if first:
+            self._even(at, splits, begin)
+        at["count"][first:many] = counts
+        at["first"][first:many] = [*accumulate(counts[:-1], initial=first)]
+        at["short_items"][:, begin:total] = tiles, own
+        at["short_total"][0], at["chunk_total"][0] = total, 0
+        if max(counts) <= SHORT:
+            return False
+        chunks, begins = few_chunks(starts, counts, tile=self._chunk_tile, first=first)
+        at["chunk_items"][:, : len(chunks)] = chunks, begins
+        at["chunk_total"][0] = len(chunks)
+        return True
 
     def _clear(self, at: dict[str, Ints], count: int, many: int) -> None:
         """Write what lies beyond `count` tokens and `many` rows.
@@ -315,12 +330,14 @@ class Forward:
                 at["kv"][flat : flat + count] = ids[blocks] * size + inner
             flat += count
 
-    def _check_items(self, starts: Ints, counts: Ints, room: int) -> None:
+    def _check_items(self, at: dict[str, Ints], starts: Ints, counts: Ints) -> None:
         split, tile = self.limits.split, self._tile
         short = counts <= SHORT
         splits = (starts[short] + counts[short]) // split + 1
-        wanted = int((splits * -(-counts[short] // tile)).sum())
-        if wanted > room:
+        self._check_room(at, int((splits * -(-counts[short] // tile)).sum()))
+
+    def _check_room(self, at: dict[str, Ints], wanted: int) -> None:
+        if wanted > (room := at["short_items"].shape[1]):
             raise StepTooLarge(f"{wanted} attention splits; there is room for {room}")
 
 

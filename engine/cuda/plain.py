@@ -14,7 +14,7 @@ import numpy as np
 from engine.cuda.layout import Ints
 
 if TYPE_CHECKING:
-    from engine.cuda.slots import Place
+    from engine.cuda.slots import Place, Slots
     from engine.plan import Row
 
 
@@ -38,11 +38,8 @@ _EMPTY: Ints = np.zeros(0, dtype=np.int32)
 NONE = Plain(False, _EMPTY, _EMPTY, _EMPTY, _EMPTY, None)  # a plan that begins with another row
 
 
-def plain(rows: list[Row], places: list[Place], ids: Ints, size: int) -> Plain:
-    """The first rows of a plan, up to a chunk or a verification.
-
-    `ids` [slots, blocks of a sequence] are block ids, `size` is tokens a block.
-    """
+def plain(rows: list[Row], places: list[Place], tables: Slots, size: int) -> Plain:
+    """The first rows of a plan, up to a chunk or a verification; `size` is tokens a block."""
     count = 0
     for row in rows:
         if row.count != 1 or not row.last:
@@ -55,13 +52,12 @@ def plain(rows: list[Row], places: list[Place], ids: Ints, size: int) -> Plain:
         rows, places = rows[:count], places[:count]
     slots = np.array([place.slot for place in places], dtype=np.int32)
     starts = np.array([row.start for row in rows], dtype=np.int32)
-    least = np.array([place.least for place in places], dtype=np.int32)
-    kv = ids[slots, starts // size] * size + starts % size
+    kv = tables.ids[slots, starts // size] * size + starts % size
     tokens = None
     if not all([row.pending for row in rows]):  # a list: quicker than a generator of few
         known = [-1 if row.pending else row.seq.tokens[row.start] for row in rows]
         tokens = np.array(known, dtype=np.int32)
-    return Plain(whole, slots, starts, kv, least, tokens)
+    return Plain(whole, slots, starts, kv, tables.least[slots], tokens)
 
 
 class Written:

@@ -169,7 +169,7 @@ class CudaRunner:
             self.chaining.known.follow(plan)
         places = self.slots.placed(plan.rows)
         self.slots.upload()
-        even = plain(plan.rows, places, self.slots.ids, self.pages.size)
+        even = plain(plan.rows, places, self.slots, self.pages.size)
         staged, chain = self.forward.stage(plan.rows, places, even), None
         if lap is not None:
             lap.kind = staged

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -136,9 +135,9 @@ class Settling:
         """Note what the `last` rows of a plan want, before anything changes; None = nothing."""
         if plain.whole and plain.count <= self.rows:
             return self._prepare_plain(rows, places, plain)
-        if len(rows) <= FEW:
-            return self._prepare_few(rows, places)
         first = plain.count
+        if len(rows) <= FEW or (first and len(rows) - first <= FEW):
+            return self._prepare_few(rows, places, plain, first if len(rows) > FEW else 0)
         wanted = _wanted(rows[first:], places[first:], first)
         groups = first + len(wanted.first)
         if not groups:
@@ -174,10 +173,13 @@ class Settling:
         at["group_row"][:groups], at["group_rows"][:groups] = begins, sizes
         return self._draw(size, count, number, rows, places)
 
-    def _prepare_few(self, rows: list[Row], places: list[Place]) -> Draw | None:
-        """The same of a few rows, where numpy's calls would take longer than loops."""
-        wanted = _wanted(rows, places, 0)
-        groups, count = len(wanted.first), len(wanted.first) + wanted.drafts
+    def _prepare_few(
+        self, rows: list[Row], places: list[Place], plain: Plain, first: int
+    ) -> Draw | None:
+        """The same of a few rows behind the `first`, where numpy's calls take longer than loops."""
+        wanted = _wanted(rows[first:], places[first:], first)
+        groups = first + len(wanted.first)
+        count = groups + wanted.drafts
         if not groups:
             return None
         if count > self.rows:
@@ -185,20 +187,23 @@ class Settling:
         number, size = self._mirror.next(), bucket(self.sizes, count)
         self._written.forget(number)
         at = self._buckets[size].hosts[number]
-        end = 0
-        for slot, first, position, held, many in zip(*wanted.columns, wanted.sizes, strict=True):
+        if first:
+            self._fill_even(at, first)
+            self._fill_plain(at, plain)
+        end, begins = first, list[int]()
+        for slot, flat, position, held, many in zip(*wanted.columns, wanted.sizes, strict=True):
+            begins.append(end)
             begin, end = end, end + many
-            at["slot"][begin:end], at["first"][begin:end] = slot, first
+            at["slot"][begin:end], at["first"][begin:end] = slot, flat
             numbers = self._numbers[:many]
             at["offset"][begin:end] = numbers
-            np.add(numbers, first, out=at["picked"][begin:end])
+            np.add(numbers, flat, out=at["picked"][begin:end])
             np.add(numbers, position, out=at["position"][begin:end])
             at["hold"][begin:end] = numbers < held if held > 0 else 0
         at["picked"][count:] = 0
         at["mask"][:] = 0
         at["count"][0], at["groups"][0] = count, groups
-        at["group_row"][:groups] = [0, *accumulate(wanted.sizes[:-1])]
-        at["group_rows"][:groups] = wanted.sizes
+        at["group_row"][first:groups], at["group_rows"][first:groups] = begins, wanted.sizes
         return self._draw(size, count, number, rows, places)
 
     def _prepare_plain(self, rows: list[Row], places: list[Place], plain: Plain) -> Draw:
@@ -207,17 +212,24 @@ class Settling:
         at = self._buckets[size].hosts[number]
         if not self._written.holds(number, (size, count)):
             self._written.note(number, (size, count))
-            numbers = np.arange(count)
-            for name, values in (("picked", numbers), ("first", numbers), ("offset", 0),
-                                 ("group_row", numbers), ("group_rows", 1)):  # fmt: skip
-                at[name][:count] = values
+            self._fill_even(at, count)
             at["picked"][count:] = 0
             at["mask"][:] = 0
             at["count"][0] = at["groups"][0] = count
-        position = plain.starts + 1
-        at["slot"][:count], at["position"][:count] = plain.slots, position
-        at["hold"][:count] = position < plain.least
+        self._fill_plain(at, plain)
         return self._draw(size, count, number, rows, places)
+
+    def _fill_even(self, at: dict[str, Ints], many: int) -> None:
+        """What does not change of the first rows, which compute and draw one token each."""
+        numbers = self._numbers[:many]
+        at["picked"][:many] = at["first"][:many] = at["group_row"][:many] = numbers
+        at["offset"][:many], at["group_rows"][:many] = 0, 1
+
+    def _fill_plain(self, at: dict[str, Ints], plain: Plain) -> None:
+        """The rest of them."""
+        many, position = plain.count, plain.starts + 1
+        at["slot"][:many], at["position"][:many] = plain.slots, position
+        at["hold"][:many] = position < plain.least
 
     def _draw(
         self, size: int, count: int, number: int, rows: list[Row], places: list[Place]

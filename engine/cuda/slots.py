@@ -51,6 +51,7 @@ class Slots:
         self.tables = SlotTables.allocate(count, vocab, device)
         self.table = torch.zeros(count + 1, width, dtype=torch.int32, device=device)
         self.ids: Ints = np.zeros((count + 1, width), dtype=np.int32)  # the host's own `table`
+        self.least: Ints = np.zeros(count + 1, dtype=np.int32)  # see Place
         self._params = SlotParams(self.tables)
         self._places: dict[Sequence, Place] = {}  # the one that came first is first
         self._free = list(range(count - 1, -1, -1))
@@ -96,7 +97,7 @@ class Slots:
             slot, submit.sampling, submit.stop_ids, seq.index,
             submit.prompt, seq.tokens[len(submit.prompt) :],
         )  # fmt: skip
-        least = seq.prompt_len + seq.sampling.min_tokens
+        least = self.least[slot] = seq.prompt_len + seq.sampling.min_tokens
         place = self._places[seq] = Place(slot, seq.preempted, flags, least)
         return place
 
@@ -156,10 +157,10 @@ class Slots:
         host["blocks"][3, 0] = len(fresh)
         words = len(records) * WORDS
         if words:
-            rows = host["records"]
-            rows[0, :words] = np.repeat([*records], WORDS)
-            rows[1, :words] = np.tile(_COLUMNS, len(records))
-            rows[2, :words] = np.concatenate([*records.values()])
+            rows, end = host["records"], 0
+            for slot, record in records.items():  # mostly one
+                begin, end = end, end + WORDS
+                rows[0, begin:end], rows[1, begin:end], rows[2, begin:end] = slot, _COLUMNS, record
             rows[3, 0] = words
         self._mirror.send(number, (8 if words else 4) * UPDATES)
         what = bool(fresh), bool(words)

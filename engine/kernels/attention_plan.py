@@ -13,13 +13,15 @@ passes the largest start that is possible, and items beyond the truth do nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 SHORT = 32  # tokens of a row up to which it is short: a token and 31 drafts
 LINES = 16  # query lines of a short tile: the smallest matrix product of a tensor core
-FEW = 6  # rows up to which a loop is quicker than numpy
+FEW = 6  # rows up to which a loop of a few calls a row is quicker than numpy
+LISTED = 32  # rows up to which the items in lists, by loops, are
 TILES = 32  # tiles that a short row can have: one token each when a KV head has 16 query heads
 
 Ints = NDArray[np.int32]
@@ -56,17 +58,34 @@ def fill_short(starts: Ints, counts: Ints, items: Ints, *, tile: int, split: int
 
 
 def few_short(
-    starts: Sequence[int], counts: Sequence[int], *, tile: int, split: int
+    starts: Sequence[int], counts: Sequence[int], *, tile: int, split: int, first: int = 0
 ) -> tuple[list[int], list[int]]:
-    """The items that `fill_short` would write, row by row: quicker for up to FEW of them."""
+    """The items that `fill_short` would write, row by row: quicker for up to LISTED of them.
+
+    `first` is the number of the first row.
+    """
     tiles, splits = list[int](), list[int]()
-    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        if 0 < count <= SHORT:
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True), first):
+        if 0 < count <= tile and start + count <= split:  # most: the loop's usual result
+            tiles.append(row * TILES)
+            splits.append(0)
+        elif 0 < count <= SHORT:
             for place in range(-(-count // tile)):
                 many = (start + min(count, (place + 1) * tile) - 1) // split + 1
                 tiles += [row * TILES + place] * many
                 splits += range(many)
     return tiles, splits
+
+
+def few_chunks(
+    starts: Sequence[int], counts: Sequence[int], *, tile: int, first: int = 0
+) -> tuple[list[int], list[int]]:
+    """The items that `fill_chunks` would write; `first` is the number of the first row."""
+    found = [(-start - begin, row, begin)
+             for row, (start, count) in enumerate(zip(starts, counts, strict=True), first)
+             if count > SHORT for begin in range(0, count, tile)]
+    found.sort(key=itemgetter(0))  # stable, as that is
+    return [row for _, row, _ in found], [begin for _, _, begin in found]
 
 
 def fill_chunks(starts: Ints, counts: Ints, items: Ints, *, tile: int) -> int:

@@ -76,14 +76,22 @@ def test_a_decode_step_of_256_rows_is_planned_in_a_tenth_of_a_millisecond():
 
 
 def test_items_of_a_few_rows_are_those_that_numpy_writes():
-    chance = random.Random(9)
+    chance, chunks = random.Random(9), 0
     for _ in range(300):
-        rows = chance.randrange(plan.FEW + 1)
+        rows, first = chance.randrange(1, plan.LISTED + 1), chance.choice([0, 0, 7])
         tile, split = chance.choice([1, 4, 5, 8]), chance.choice([64, 128])
         starts = np.array([chance.randrange(900) for _ in range(rows)], np.int32)
-        counts = np.array([chance.choice([1, 1, 2, 7, 16, plan.SHORT, plan.SHORT + 1])
+        counts = np.array([chance.choice([1, 1, 2, 7, 16, plan.SHORT, plan.SHORT + 1, 300])
                            for _ in range(rows)], np.int32)  # fmt: skip
-        items = np.zeros((2, 4000), np.int32)
+        items = np.zeros((2, 16_000), np.int32)
         total = plan.fill_short(starts, counts, items, tile=tile, split=split)
-        few = plan.few_short(starts.tolist(), counts.tolist(), tile=tile, split=split)
+        items[0] += first * plan.TILES
+        own = starts.tolist(), counts.tolist()
+        few = plan.few_short(*own, tile=tile, split=split, first=first)
         assert [list(line[:total]) for line in items] == [*few]
+        total = plan.fill_chunks(starts, counts, items, tile=16 * tile)
+        items[0] += first
+        assert [list(line[:total]) for line in items] == [
+            *plan.few_chunks(*own, tile=16 * tile, first=first)]
+        chunks += total
+    assert chunks > 1000

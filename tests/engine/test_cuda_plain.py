@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from engine.cuda.plain import plain
-from engine.kernels.attention_plan import SHORT, TILES
+from engine.kernels.attention_plan import FEW, LISTED, SHORT, TILES
 from engine.messages import Sampling, Submit
 from engine.plan import Row
 from engine.runner import Masked
@@ -35,7 +37,7 @@ def runner(tmp_path_factory):
         tmp_path_factory.mktemp("plain") / "model", hidden=32, heads=2, kv_heads=1, head_dim=32,
         intermediate=32, max_len=MAX_LEN,
     )
-    return make(folder, True, blocks=80, max_sequences=40, max_batch_tokens=128).runner
+    return make(folder, True, blocks=80, max_sequences=100, max_batch_tokens=160).runner
 
 
 @dataclass
@@ -53,7 +55,7 @@ def stage(runner, rows: list[Row]) -> Staged:
     """Send a plan's integers, and read them where the kernels do."""
     places = runner.slots.placed(rows)
     runner.slots.upload()
-    first = plain(rows, places, runner.slots.ids, SIZE)
+    first = plain(rows, places, runner.slots, SIZE)
     draw = runner.settling.prepare(rows, places, first)
     staged = runner.forward.stage(rows, places, first)
     runner.settling.stage(draw)
@@ -159,28 +161,42 @@ def rows_of(chance: random.Random, seqs: list[Sequence], starts: dict[str, int])
     return rows
 
 
+def way(rows: list[Row]) -> str:
+    """Which of the ways to write a step it goes."""
+    lines = sum(len(attended(row)) for row in rows)
+    first = len([*takewhile(lambda row: row.count == 1 and row.last, rows)])
+    if lines <= FEW or first == len(rows):
+        return "plain" if first == len(rows) else "few"
+    if lines - first <= FEW:
+        return "few behind plain" if first else "listed"
+    return "listed" if lines - first <= LISTED else "many"
+
+
 def test_whatever_a_buffer_held_the_device_is_told_each_row(runner):
     chance = random.Random(3)
-    seqs = [sequence(f"s{i}", chance, 8 * i) for i in range(9)]
+    seqs = [sequence(f"s{i}", chance, 8 * i % 72) for i in range(LISTED + 7)]
     starts = {seq.submit.id: chance.choice([20, 60, 250]) for seq in seqs}
-    running, kept, chunks, parted = seqs[:4], 0, 0, 0
-    for _ in range(400):
+    running, kept, chunks, parted, ways = seqs[:4], 0, 0, 0, Counter[str]()
+    for _ in range(800):
         if chance.random() < 0.1:
-            running = chance.sample(seqs, chance.randrange(1, 9))
+            running = chance.sample(seqs, chance.choice([*range(1, 13), 20, len(seqs) - 1]))
         rows = rows_of(chance, running, starts)
         if all(row.count == 1 and row.last for row in rows):
             kept += 1
         elif not any(row.last for row in rows):
             continue
-        if sum(row.count for row in rows) > runner.most.tokens:
+        drawn = sum(1 + len(row.draft) for row in rows if row.last)
+        if sum(row.count for row in rows) > runner.most.tokens or drawn > runner.settling.rows:
             continue
         chunks += any(row.count > SHORT for row in rows)
         parted += any(len(attended(row)) > 1 for row in rows)
+        ways[way(rows)] += 1
         step = stage(runner, rows)
         check_forward(runner, step)
         check_items(runner, step)
         check_settle(step)
-    assert kept > 200 and chunks > 5 and parted > 5
+    assert kept > 400 and chunks > 10 and parted > 10
+    assert all(ways[one] > 5 for one in ("few", "few behind plain", "listed", "many")), ways
 
 
 @torch.inference_mode()
@@ -190,7 +206,7 @@ def test_masks_of_a_step_are_gone_in_the_next_one_of_its_buffer(runner):
     for at in range(8):
         rows = [Row(seq, 20 + at, 1, True) for seq in seqs]
         places = runner.slots.placed(rows)
-        draw = runner.settling.prepare(rows, places, plain(rows, places, runner.slots.ids, SIZE))
+        draw = runner.settling.prepare(rows, places, plain(rows, places, runner.slots, SIZE))
         masks = torch.full((3, runner.settling._masks.shape[1]), -1, dtype=torch.int32)
         filled, only = [1] if at % 2 else [], {2: 5, 0: 0} if at % 3 == 0 else {}
         runner.settling.supply(draw, Masked(masks, filled, only))
