@@ -107,7 +107,7 @@ def test_a_step_beyond_the_buffers_is_refused_before_anything_runs(folder):
 
     def given(rows):
         places = [place] * len(rows)
-        return rows, places, plain(rows, places, runner.slots.ids, runner.pages.size)
+        return rows, places, plain(rows, places, runner.slots, runner.pages.size)
 
     with pytest.raises(StepTooLarge, match="25 flat tokens; the largest step has 24"):
         runner.forward.stage(*given([Row(seq, 0, 25, False)]))
