@@ -8,6 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from cache.config import CacheConfig
@@ -42,7 +43,7 @@ class Rig:
 
     name: str
     engine: Engine
-    known: Bits = field(default_factory=dict)
+    known: dict[bytes, Bits] = field(default_factory=dict)  # by all that was asked for
 
     @contextmanager
     def using(self, *, drafts=None, depth: int = 1, **settings):
@@ -76,13 +77,15 @@ class Rig:
 
     def alone(self, *submits: Submit) -> Bits:
         """One request after the other, each on the KV that its prompt got in the cache."""
+        wanted = Bits()
         for submit in submits:
-            if (submit.id, 0) not in self.known:
+            asked = msgspec.msgpack.encode(submit)
+            if asked not in self.known:
                 # Fills the cache; under a grammar one token would be refused before it is computed.
                 self.run(replace(submit, max_tokens=1, grammar=None))
-                self.known |= self.run(submit)
-        wanted = [(submit.id, index) for submit in submits for index in range(submit.n)]
-        return {key: self.known[key] for key in wanted}
+                self.known[asked] = self.run(submit)
+            wanted |= self.known[asked]
+        return wanted
 
     def asks(self, count: int) -> list[Submit]:
         """Requests that end at different places, drawn in three ways."""
